@@ -3,24 +3,23 @@
 device   hidden of row 0 | hidden of row 1 | ...         one tensor
 host     stamp, check, kept entries, digest | ...        a store of its own, see `RowStore`
 
-A row is valid if the host's part is. All operations on the tensor are on the current stream, one
-after the other as they are launched: who reads a row finds what was launched before, and nothing
-waits. Only this process can read it.
+A row is valid if the host's part is. All operations on the tensor run on the current stream, in
+the order they are launched. So a reader finds what was launched before it, and nothing waits. Only
+this process can read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from collections.abc import Callable
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from autocache.activation_store import FurtherRows, RowRead
 from autocache.behind import WrittenBehind
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
-from autocache.store import RowStore, check_rows
+from autocache.store import FurtherRows, RowRead, Rows, RowStore, Stamps, check_rows
 from autocache.uploads import beside
 
 
@@ -28,9 +27,6 @@ from autocache.uploads import beside
 class DeviceStore:
     """Store rows of a layout whose "hidden" lies on a device.
 
-    Args:
-        layout: with "hidden" and at least one other field.
-        num_rows: ids 0..num_rows-1 have a row.
     Raises:
         ValueError: the layout has no "hidden", or nothing beside it; there are no rows.
         torch.OutOfMemoryError: the device has too little memory; none is taken then.
@@ -47,9 +43,8 @@ class DeviceStore:
             )
         self._field = fields.pop(HIDDEN)
         rest = RowStore.in_memory(RowLayout(tuple(fields.values())), num_rows)
-        # Digests take long beside a GPU's step.
-        is_behind = device.type == "cuda"
-        self._rest = WrittenBehind(rest, device=device) if is_behind else rest
+        # A digest takes long beside a GPU's step, so a thread computes it.
+        self._rest = WrittenBehind(rest, device=device) if device.type == "cuda" else rest
         self.layout, self.num_rows = layout, num_rows
         try:
             shape = (num_rows, *self._field.shape)
@@ -59,9 +54,8 @@ class DeviceStore:
             raise
         self.num_bytes = device_bytes(layout, num_rows) + rest.num_bytes
 
-    @property
     def is_condemned(self) -> bool:
-        return self._rest.is_condemned
+        return self._rest.is_condemned()
 
     def condemn(self) -> bool:
         return self._rest.condemn()
@@ -69,20 +63,16 @@ class DeviceStore:
     def holds(self, check: Callable[[], bool]) -> bool:
         return self._rest.holds(check)
 
-    def find(self, sample_ids: Tensor, depth_stamps: Sequence[int]) -> Tensor:
-        return self._rest.find(sample_ids, depth_stamps)
+    def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
+        return self._rest.find(ids, stamps)
 
     def read(
-        self,
-        sample_ids: Tensor,
-        depth_stamps: Sequence[int],
-        *,
-        into: Mapping[str, Tensor] | None = None,
-        in_background: bool = False,
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
-        """Read rows, as `RowStore.read`; "hidden" is on the device, in memory of its own."""
-        read = self._rest.read(sample_ids, depth_stamps, into=into, in_background=in_background)
-        index = sample_ids.where(read.depth > 0, 0)
+        """Read rows; "hidden" is on the device, in new memory."""
+        read = self._rest.read(ids, stamps, into=into, in_background=in_background)
+        # Misses take row 0, so that one operation reads all.
+        index = ids.where(read.depth > 0, 0)
         hidden = self._hidden.index_select(0, beside(index, self._hidden))
         return RowRead(read.depth, {HIDDEN: hidden, **read.rows}, read.num_corrupt)
 
@@ -92,41 +82,41 @@ class DeviceStore:
     def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
         return self._rest.buffers(num, pinned=pinned)
 
-    def clear(self, sample_ids: Tensor) -> None:
-        self._rest.clear(sample_ids)
-
     def write(
         self,
-        sample_ids: Tensor,
+        ids: Tensor,
         stamp: int,
-        rows: Mapping[str, Tensor],
+        rows: Rows,
         lengths: Tensor | None = None,
         *,
         also: FurtherRows | None = None,
     ) -> None:
-        """Write rows, as `RowStore.write`; "hidden" is given on the device."""
+        """Write rows; "hidden" is given on the device."""
         rest = {name: row for name, row in rows.items() if name != HIDDEN}
         hidden = {name: row.detach() for name, row in rows.items() if name == HIDDEN}
-        check_rows(RowLayout((self._field,)), hidden, len(sample_ids))
-        values, has_row = hidden[HIDDEN], sample_ids < self.num_rows
+        check_rows(RowLayout((self._field,)), hidden, len(ids))
+        values, has_row = hidden[HIDDEN], ids < self.num_rows
         if self._field.varies and lengths is not None:
             values = _zeros_behind(values, lengths)
-        ids = sample_ids
+        index = ids
         if not has_row.all():
             values = values[beside(has_row.nonzero().flatten(), values)]
-            ids = sample_ids[has_row]
-        # Before the activations: until the stamp is there, the row holds what no stamp says.
-        self._rest.clear(sample_ids)
-        self._hidden.index_copy_(0, beside(ids, self._hidden), values)
-        self._rest.write(sample_ids, stamp, rest, also=also)
+            index = ids[has_row]
+        # Cleared first: until the new stamp is there, no stamp stands for what the row holds.
+        self._rest.clear(ids)
+        self._hidden.index_copy_(0, beside(index, self._hidden), values)
+        self._rest.write(ids, stamp, rest, also=also)
 
     def settle(self) -> None:
         self._rest.settle()
 
     def close(self) -> None:
-        """Give the memory back, on the device, too."""
         self._hidden = self._hidden.new_empty(0)
         self._rest.close()
+
+
+ActivationStore: TypeAlias = RowStore | WrittenBehind | DeviceStore
+"""A store of rows, wherever they lie."""
 
 
 def device_bytes(layout: RowLayout, num_rows: int) -> int:

@@ -1,10 +1,10 @@
 """Digest samples, to tell later whether the dataset still gives the same ones.
 
-A digest of an entry is the sum of its 32-bit words, each times a random 64-bit factor of its
-place, modulo 2**64. 64 images of 224 x 224 float32 take a ninth of the time of blake2b.
+The digest of an entry is the sum of its 32-bit words, each times a random 64-bit factor of its
+place, modulo 2**64. For 64 images of 224 x 224 float32 it takes a ninth of the time of blake2b.
 
 Source: multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast". They
-keep the upper half of the sum; we keep all of it.
+keep the upper half of the sum; ours keeps all of it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from torch import Tensor
 
 _WORD_BYTES = 4
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as the values of an entry, by bytes: numpy does not know all of torch's."""
+"""Integers as wide as an entry's values, by bytes: numpy lacks some of torch's dtypes."""
 _BLOCK_WORDS = 1 << 19
-"""What is widened to 64 bits at a time: little enough to be in the CPU's cache still."""
+"""Words widened to 64 bits at a time: few enough to stay in the CPU's cache."""
 
 
 def add_entry(
     digests: np.ndarray, name: str, entry: Tensor, lengths: Tensor | None = None
 ) -> np.ndarray:
-    """Digest one entry of samples onto what was digested of them before.
+    """Digest one entry of samples, with its name, dtype and shape, onto their digests so far.
 
-    Two entries that differ are taken for equal with a chance of at most 2**-33: where nothing but
-    the sign bits of words differ. Where one word differs in its lowest bit it is 2**-64. Samples
-    that differ in several entries are, beside that, with about 2**-64. The factors are the same
-    in every run: the chance is that of data which was not made to fit them.
+    Two entries that differ get equal digests with a chance of at most 2**-33. That is where only
+    sign bits differ; where one word differs in its lowest bit it is 2**-64. The factors are the
+    same in every run, so this holds for data that was not made to fit them.
 
     Args:
         digests: (N,) uint64, so far.
-        name: the entry's; with its dtype and shape it enters the digest.
         entry: (N, ...).
-        lengths: (N,) int64, how far along the second dimension each sample goes; what is behind
-            that, and how much it is, does not enter. None for all.
+        lengths: (N,) int64, each sample's length along the second dimension; padding behind it
+            does not enter. None for all.
     Returns:
         (N,) uint64.
     """
@@ -65,7 +63,7 @@ def _words(entry: Tensor, lengths: Tensor | None) -> np.ndarray:
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Return values contiguous, on this thread alone: torch's threads are at work on the step."""
+    """Return contiguous values; torch would copy on all its threads, which the step needs."""
     bits = _BITS.get(values.itemsize)
     if values.is_contiguous() or bits is None:
         return values.contiguous()
@@ -74,6 +72,7 @@ def _in_order(values: Tensor) -> Tensor:
 
 def _sums(words: np.ndarray) -> np.ndarray:
     """Return the (N,) uint64 sums of the words, each times its place's factor."""
+    # Rounded up to a power of 2, so that few numbers of factors are made and cached.
     num, width = words.shape
     factors, sums = _factors(1 << (width - 1).bit_length()), np.zeros(num, np.uint64)
     step = max(1, _BLOCK_WORDS // max(1, num))
@@ -82,19 +81,19 @@ def _sums(words: np.ndarray) -> np.ndarray:
         part = words[:, start : start + step]
         block = wide[:, : part.shape[1]]
         np.copyto(block, part)
-        # Beside a step this is a thread's work: both calls let go of the interpreter.
+        # A thread may run this beside a step: both calls release the interpreter's lock.
         sums += np.einsum("nw,w->n", block, factors[start : start + part.shape[1]])
     return sums
 
 
 @lru_cache(maxsize=4)
 def _factors(num: int) -> np.ndarray:
-    """Return (num,) uint64; of more words, the first ones have the same."""
+    """Return (num,) uint64; more words have the same first factors."""
     return np.random.default_rng(0).integers(1 << 64, size=num, dtype=np.uint64)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Spread each value over all bits, one to one, so that entries do not make up for each other.
+    """Spread each value over all bits, one to one, so that changes of two entries do not cancel.
 
     Source: the last steps of SplitMix64.
     """

@@ -3,7 +3,7 @@
 file:  | fingerprint, condemned | stamp, check, length | ... | row 0 | row 1 | ...
 row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
 
-Every byte is reserved when the file is made: the first write to a full file system would else kill
+Every byte is reserved when the file is made. Else the first write to a full file system would kill
 the process with SIGBUS.
 """
 
@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 ALIGN_BYTES = 64
 WORD_BYTES = 8
 TAG_WORDS = 3
-"""Of a row: its stamp, its check value, and the length of its varying fields."""
+"""A row's stamp, its check value, and the length of its varying fields."""
 
 _PAGE_BYTES = 4096
 
@@ -37,7 +38,6 @@ class RowField:
     """Describe one tensor of a row.
 
     Args:
-        name: unique in the row.
         shape: one sample's, without the batch dimension; the longest where it varies.
         varies: whether a row may hold fewer entries along the first dimension; the others are not
             stored, and read as zeros.
@@ -52,6 +52,25 @@ class RowField:
     def num_bytes(self) -> int:
         """Return the bytes of one sample, of the longest where they vary."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def num_words(self) -> int:
+        return round_up(self.num_bytes, WORD_BYTES) // WORD_BYTES
+
+    def own_words(self, lengths: np.ndarray) -> np.ndarray | None:
+        """Return the (B,) words that rows of these lengths have; None where all have all."""
+        if not self.varies:
+            return None
+        most = max(self.shape[0], 1)
+        # A damaged length may be any number. It must not lead behind the row; the check finds it.
+        own = np.minimum(lengths, np.uint64(most)).astype(np.int64)
+        return -(-own * (self.num_bytes // most) // WORD_BYTES)
+
+    def as_words(self, values: Tensor) -> Tensor:
+        """Return (B, *shape) values as (B, words) int64, filled up with zeros."""
+        flat = values.contiguous().view(len(values), math.prod(self.shape)).view(torch.uint8)
+        gap_bytes = self.num_words * WORD_BYTES - self.num_bytes
+        return (nn.functional.pad(flat, (0, gap_bytes)) if gap_bytes else flat).view(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -77,13 +96,12 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row, padding included."""
         return self.offsets[-1]
 
 
 @dataclass(frozen=True)
 class FileShape:
-    """State what a file holds: rows of a layout."""
+    """State what a file holds."""
 
     layout: RowLayout
     num_rows: int
@@ -104,12 +122,7 @@ class FileShape:
         return np.uint64(int.from_bytes(digest, "little"))
 
     def reserve(self, descriptor: int, path: Path) -> mmap.mmap:
-        """Map a new file's every byte, with all rows empty.
-
-        Raises:
-            ValueError: there are no rows.
-            OSError: the file system has too little space.
-        """
+        """Map every byte of a new file, with all rows empty; see `RowStore.create`."""
         if self.num_rows < 1:
             raise ValueError(f"a row store has {self.num_rows} rows; give at least 1, or no store")
         try:
@@ -127,12 +140,7 @@ class FileShape:
             ) from error
 
     def open(self, path: Path) -> mmap.mmap:
-        """Map a file that another process of this node has made.
-
-        Raises:
-            FileNotFoundError: `path` was not created yet, or is unlinked already.
-            ValueError: the file was created with another layout or number of rows.
-        """
+        """Map a file that another process of this node has made; see `RowStore.open`."""
         with path.open("rb+") as file:
             found = os.fstat(file.fileno()).st_size
             if found == self.num_bytes:

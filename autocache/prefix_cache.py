@@ -1,40 +1,34 @@
-"""Answer for the frozen prefix: from the store where it can, by running the layers where not.
+"""Give the frozen prefix's activations: from the store where it can, else by running the layers.
 
-Of a micro-batch, each sample is one of three, told by the depth its row was found at:
+The depth at which a sample's row was found decides what happens, f being the depth wanted:
 
-    found at depth    wanted depth f      what is run          what is read
+    found at depth    name                what is run          what is read
     f                 hit                 nothing              row
     0 < d < f         upgrade             layers d..f-1        row, then overwritten in place
     none              miss                layers 0..f-1        dataset, then stored
 
-Layers always run on chunks of one fixed number of samples, so that a sample's numbers do not
-depend on how many others missed with it. Where the kernels give a sample the same bits at every
-place of a chunk, cached equals uncached bit by bit; else to rounding. As a chunk costs the same
-however few it serves, samples of several depths are run together from where they meet:
+Layers always run on chunks of one fixed number of samples. So a sample's numbers do not depend on
+how many others missed with it. Where the kernels give a sample the same bits at every place of a
+chunk, cached equals uncached bit by bit; else to rounding. A chunk costs the same however few
+samples it serves, so samples of several depths run together from where they meet:
 
     misses ── layers 0, 1 ──┬── layers 2, 3 ──┬── layer 4 ──
                found at 2 ──┘    found at 4 ──┘
 
-What is left of a chunk is filled up with samples of later fetches, which will find their rows.
-
-A row is of use only as long as the dataset gives the same sample again. Of the rows that are read
-some are checked, for as long as the cache is used: the dataset is asked for the sample, and what
-it gives is compared, by its digest, with what the row was made from. One difference condemns the
-store: nobody reads it any more, and the fetch that found it starts over without. Beside a GPU a
-thread compares, and the next fetch hears of it. What is known of a sample without asking for it,
-as its label may be, is compared at every read; a row that differs there is made anew.
-
-The coming step's rows can be read ahead, by a thread, while this one computes. What a thread has
-read passes the same checks; rows are written only by the step that computes them, or behind it.
+A row is of use only while the dataset gives the same sample again. So some of the rows that are
+read are checked: the dataset is asked for the sample, and its digest is compared with the row's.
+One difference condemns the store: no process reads it any more, and the fetch starts over without
+rows. Beside a GPU a thread compares, and the next fetch learns the result.
 
 Source: AutoCache, PipeTransformer section 3.4. Ours never asks the dataset for a sample that hits.
 """
 
 from __future__ import annotations
 
-import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,29 +37,29 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore, FurtherRows
+from autocache.device_store import ActivationStore
 from autocache.prefix_chunks import (
     NOTHING,
+    ChunkedLayers,
     FoundSamples,
+    LoadedSamples,
+    RunLayers,
     SampleRows,
     each_once,
     filling,
-    of_ids,
     one_each,
     place,
     room_in_chunks,
     taken,
 )
-from autocache.reader import RowReader
+from autocache.prefix_rows import PrefixRows
 from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.sample_checks import SampleChecks
-from autocache.unequal_lengths import own_lengths
-from autocache.uploads import Uploader
+from autocache.store import RowRead
 
-_LOGGER = logging.getLogger(__name__)
 Load: TypeAlias = Callable[[Tensor], dict[str, Tensor]]
-RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
-"""Runs layers first..last-1 of (batch, first, last) and returns the hidden states."""
+_NUM_BUFFERS = 3
+"""One for this read, one for the read before, whose rows are still in use, one for the next."""
 
 
 @dataclass
@@ -83,11 +77,37 @@ class CacheStats:
     misses: int = 0
     seconds: float = 0.0
 
+    def count(self, found: Tensor, depth: int) -> None:
+        """Count samples by the depths at which their rows were found."""
+        depths = found.tolist()
+        hits, misses = depths.count(depth), depths.count(0)
+        self.hits += hits
+        self.upgrades += len(depths) - hits - misses
+        self.misses += misses
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
 
 class PrefixCache:
     """Fetch the frozen prefix's activations of any samples; one per process that feeds a stage 0.
 
-    `stamps` stays the caller's, who extends it at a freeze and truncates it at a thaw.
+    Args:
+        run_layers: called with (batch, first, last) under `no_grad`, on `device`, always with
+            `chunk_size` samples: from first = 0 with the dataset's entries, else with "hidden" and
+            the kept entries. It puts the layers in eval mode itself.
+        chunk_size: samples per call; the last chunk is padded with its last sample.
+        store: of the content's layout; None computes every sample. It stays the caller's.
+        stamps: of depths 1, 2, ..., as `chain_hash` gives them; read only where there is a store.
+            The caller extends this list at a freeze and truncates it at a thaw.
+        device: where layers run and results lie.
+    Raises:
+        ValueError: `chunk_size` is below 1.
     """
 
     def __init__(
@@ -100,34 +120,11 @@ class PrefixCache:
         device: torch.device,
         content: RowContent,
     ) -> None:
-        """Set up.
-
-        Args:
-            run_layers: called with (batch, first, last) under `no_grad`, on `device`, always with
-                `chunk_size` samples: from first = 0 with the dataset's entries, else with "hidden"
-                and the kept entries. It puts the layers in eval mode itself.
-            chunk_size: samples per call; the last chunk is padded with its last sample.
-            store: of the content's layout; None computes every sample. It stays the caller's.
-            stamps: of the first frozen layer, the first two, ..., as `chain_hash` gives them; read
-                only where there is a store.
-            device: where layers run and results lie.
-        Raises:
-            ValueError: `chunk_size` is below 1.
-        """
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}; give at least one sample per chunk")
-        self._run_layers, self._chunk_size = run_layers, chunk_size
-        self._store, self._stamps = store, stamps
-        self._device, self._content = device, content
-        self._stats = CacheStats()
-        self._reads, self._has_warned = 0, False
-        self._uploader = Uploader(device)
+        self._layers = ChunkedLayers(run_layers, chunk_size, device=device)
+        self._rows = PrefixRows(store, content, stamps)
         self._reader = None if store is None else RowReader(store, device=device)
-        self._checks = None
-        if store is not None:
-            self._checks = SampleChecks(store, content)
-        # A row that was rounded before would be rounded twice.
-        self._rounds = content.dtype not in (None, content.computed_dtype)
+        self._checks = SampleChecks(store, content)
+        self._content, self._stats, self._reads = content, CacheStats(), 0
 
     def fetch(
         self,
@@ -143,71 +140,65 @@ class PrefixCache:
 
         Args:
             sample_ids: (B,) int64 on CPU, B >= 1; dataset indices, duplicates allowed.
-            load: reads the dataset for the (N,) ids given, each once: those that miss, in the
-                order of the samples, and some to check. All entries, (N, ...) each.
+            load: reads the dataset for (N,) ids, each once: first those that miss, in the order of
+                the samples, then some to check. It returns all entries, (N, ...) each.
             depth: number of layers to have passed, at least 1.
-            row_ids: (B,) int64, each sample's row in the store, out of its range where it has
-                none; None where they are the samples' ids.
+            row_ids: (B,) int64, each sample's row in the store, out of its range for no row; None
+                where they are the samples' ids.
             keeps: whether to store these samples; they may never be read again.
-            later: samples of the fetches to come, the sooner first, which `load` can read, too:
-                some may be computed now, and stored.
+            later: samples of the fetches to come, the sooner first. Some may be computed now, and
+                stored, so `load` must be able to read them.
         Returns:
             (B, ...) each, without grad: "hidden" on the device, and the kept entries in host
-            memory, from where they are sent to the stages that need them. They are the caller's
-            until the fetch after the next.
+            memory. They are the caller's until the fetch after the next.
         Raises:
             ValueError: no ids, a depth out of range, or a loaded batch that does not fit the ids.
         """
-        _refuse_nothing(len(sample_ids), depth)
-        num, own = len(sample_ids), (sample_ids, sample_ids if row_ids is None else row_ids)
+        num = len(sample_ids)
+        if depth < 1 or num < 1:
+            raise ValueError(
+                f"cannot fetch {num} samples at depth {depth}; give depth >= 1 and at "
+                "least one id (for an empty micro-batch fetch any one id and slice [:0])"
+            )
+        own = (sample_ids, sample_ids if row_ids is None else row_ids)
         samples = self._filled_up(own, later, depth)
-        samples.found, rows = self._read(samples, num, depth)
-        wanted, due, reads = self._to_load(samples, self._reads)
-        loaded = self._load(wanted, load) if len(wanted) else {}
-        self._reads = reads  # Within `load` workers may begin, for whom this fetch is to come.
-        digests = rows.pop(DIGEST, NOTHING[0])
-        checks = self._checks
-        if checks and not checks.are_current(samples.ids[due], digests[due], wanted, loaded):
-            samples.found, rows = torch.zeros_like(samples.found), {}
-            wanted, _ = each_once(samples.ids)
-            loaded = self._load(wanted, load)
-        rows, loaded = self._content.brought_together(samples.found, rows, loaded)
-        kept_ids = samples.row_ids if keeps else samples.without_rows(num)
-        for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
-            positions = (samples.found <= first).nonzero().flatten()
-            ids, inverse = each_once(samples.ids[positions])
-            chosen = one_each(positions, len(ids), inverse)
-            if first:
-                batch = {name: taken(row, chosen) for name, row in rows.items()}
-            else:
-                batch = of_ids(loaded, wanted, ids)
-            fresh = self._run(batch, first, last)
-            if last == depth:
-                fresh = self._rounded(fresh)
-                also = checks and checks.digests_of(samples, chosen, digests, wanted, loaded)
-                self._write(taken(kept_ids, chosen), fresh, depth, also)
-            place(rows, positions, fresh, inverse)
-        self._count(samples.found[:num], depth)
-        return self._content.first(rows, num)
+        fetch = _Fetch(
+            rows=self._rows,
+            reader=self._reader,
+            checks=self._checks,
+            layers=self._layers,
+            content=self._content,
+            stats=self._stats,
+            samples=samples,
+            num=num,
+            depth=depth,
+        )
+        fetch.read_rows()
+        fetch.load_samples(load, self._reads)
+        # Counted only now: workers may start within `load`, and foresee this very fetch.
+        self._reads += samples.num_found
+        if not fetch.rows_are_current():
+            fetch.start_over(load)
+        fetch.run_layers(keeps=keeps)
+        return fetch.results()
 
     def foresee(
         self, coming: Iterable[tuple[SampleRows, SampleRows]], *, depth: int
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the ids that `load` will be asked for, and whether their fetch writes rows.
+        """Yield, for each fetch to come, the ids it will load, and whether it will write rows.
 
-        It holds as far as nobody else writes any; within `load`, too.
-
-        Args:
-            coming: the samples of every fetch to come, and those later than it.
+        `coming` holds the samples of each fetch, and those later than it. The answer holds as long
+        as no other process writes rows. It may be called within `load`.
         """
         reads, done = self._reads, NOTHING[0]
         for own, later in coming:
             samples = self._filled_up(own, later, depth, done)
+            # Later samples that this fetch computes are found by their own fetch.
             done = torch.cat((done[~torch.isin(done, own[1])], samples.row_ids[len(own[1]) :]))
-            num_rows = 0 if self._store is None else self._store.num_rows
-            stored = bool(((samples.found < depth) & (samples.row_ids < num_rows)).any())
-            wanted, _, reads = self._to_load(samples, reads)
-            yield wanted, stored
+            writes = (samples.found < depth) & (samples.row_ids < self._rows.num_rows)
+            ids, _ = self._checks.loads(samples, reads)
+            reads += samples.num_found
+            yield ids, bool(writes.any())
 
     def take_stats(self) -> CacheStats:
         """Return the statistics since the last call, and start over."""
@@ -215,199 +206,262 @@ class PrefixCache:
         return stats
 
     def read_ahead(self, row_ids: Tensor, *, depth: int) -> None:
-        """Have a thread read the rows that the next fetch will ask for.
-
-        Args:
-            row_ids, depth: as that fetch's; where they are others, what was read is dropped.
-        """
+        """Have a thread read the next fetch's rows; dropped if that asks for others."""
         if self._reader is not None:
-            self._reader.read_ahead(row_ids, self._up_to(depth))
+            self._reader.read_ahead(row_ids, self._rows.stamps_to(depth))
 
     def close(self) -> None:
         """End the thread that reads ahead, and have all rows written."""
         if self._reader is not None:
             self._reader.close()
-        if self._store is not None:
-            self._store.settle()
-
-    def _up_to(self, depth: int) -> tuple[int, ...]:
-        """Return the stamps of depths 1..depth."""
-        if depth > len(self._stamps):
-            raise ValueError(
-                f"depth {depth} has no stamp, as {len(self._stamps)} layers are frozen; choose a "
-                "depth up to that, or extend the stamps first"
-            )
-        return tuple(self._stamps[:depth])
+        self._rows.settle()
 
     def _filled_up(
         self, own: SampleRows, later: SampleRows, depth: int, done: Tensor = NOTHING[0]
     ) -> FoundSamples:
-        """Add later samples to a fetch's own.
-
-        Args:
-            done: rows that will be there by then.
-        """
-        store = self._store
-        if store is None or store.is_condemned:
-            return FoundSamples(*own, torch.zeros_like(own[1]))
-        stamps = self._up_to(depth)
-        found = self._usable(store.find(own[1], stamps), depth)
-        if len(done):
-            found = found.masked_fill(torch.isin(own[1], done), depth)
-        room = room_in_chunks(found, chunk_size=self._chunk_size, depth=depth)
-        if self._has_warned or not len(later[1]) or not room:
+        """Add later samples where a fetch's chunks have room; `done` are rows written by then."""
+        rows = self._rows
+        found = rows.find(own[1], depth, done=done)
+        # A row that is not stored now would be computed again by its own fetch.
+        if not len(later[1]) or not rows.is_used() or rows.has_misfits:
             return FoundSamples(*own, found)
-        there = torch.isin(later[1], torch.cat((own[1], done))) | (later[1] >= store.num_rows)
-        later_found = self._usable(store.find(later[1], stamps), depth).masked_fill(there, depth)
+        room = room_in_chunks(found, chunk_size=self._layers.chunk_size, depth=depth)
+        if not room:
+            return FoundSamples(*own, found)
+        later_found = rows.find(later[1], depth, done=torch.cat((own[1], done)))
+        # Counted as found, so never chosen: samples without a row in the store.
+        later_found = later_found.masked_fill(later[1] >= rows.num_rows, depth)
         more = filling(room, later_found)
         pairs = zip((*own, found), (*later, later_found), strict=True)
         return FoundSamples(*(torch.cat((mine, others[more])) for mine, others in pairs))
 
-    def _read(
-        self, samples: FoundSamples, num: int, depth: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the (B,) depths rows were found at, and the rows; the first `num` are its own."""
-        if self._reader is None or self._store is None:
-            return samples.found, {}
+
+@dataclass
+class _Fetch:
+    """Carry out one fetch: read rows, load samples, compare them, run layers.
+
+    The first `num` samples are its own; the others are later ones that fill its chunks.
+    """
+
+    rows: PrefixRows
+    reader: RowReader | None
+    checks: SampleChecks
+    layers: ChunkedLayers
+    content: RowContent
+    stats: CacheStats
+    samples: FoundSamples
+    num: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        self._entries: dict[str, Tensor] = {}
+        self._digests, self._checked = NOTHING[0], NOTHING[0]
+        self._loaded = LoadedSamples(NOTHING[0], {})
+
+    def read_rows(self) -> None:
+        """Read the rows that were found; those that prove damaged or changed become misses."""
+        samples, content = self.samples, self.content
+        if self.reader is None:
+            return
         if not samples.found.any():  # As in every step that fills the cache.
-            self._reader.forget()
-            return samples.found, {}
-        with self._timed():
-            read = self._reader.read(samples.row_ids[:num], self._up_to(depth))
-            if len(samples.ids) > num:
-                more = self._store.read(samples.row_ids[num:], self._up_to(depth))
-                more.rows.update(self._uploader.send({HIDDEN: more.rows[HIDDEN]}))
+            self.reader.forget()
+            return
+        with self.stats.timed():
+            # Only rows of its own samples may have been read ahead.
+            read = self.reader.read(samples.row_ids[: self.num], self.rows.stamps_to(self.depth))
+            if len(samples.ids) > self.num:
+                more = self.rows.read(samples.row_ids[self.num :], self.depth)
+                more.rows[HIDDEN] = self.layers.send(more.rows[HIDDEN])
                 read = read.joined(more)
-            found = self._usable(read.depth, depth)
-            if self._content.changed is not None:
-                found = found.masked_fill(self._content.changed(samples.ids, read.rows), 0)
-            if not found.any():
-                return found, {}
-            hidden = read.rows[HIDDEN]
-            read.rows[HIDDEN] = hidden.to(self._content.computed_dtype or hidden.dtype)
-            return found, read.rows
+            samples.found = self.rows.usable(read.depth, self.depth)
+            if content.changed is not None:
+                changed = content.changed(samples.ids, read.rows)
+                samples.found = samples.found.masked_fill(changed, 0)
+            if samples.found.any():
+                hidden = read.rows[HIDDEN]
+                read.rows[HIDDEN] = hidden.to(content.computed_dtype or hidden.dtype)
+                self._entries, self._digests = read.rows, read.rows.pop(DIGEST, NOTHING[0])
 
-    def _usable(self, found: Tensor, depth: int) -> Tensor:
-        """Return the depths at which rows were found, 0 for those that would be rounded again."""
-        return found.where(found == depth, 0) if self._rounds else found
+    def load_samples(self, load: Load, reads: int) -> None:
+        """Load the samples that miss, and some to check."""
+        ids, self._checked = self.checks.loads(self.samples, reads)
+        if len(ids):
+            self._loaded = self._load(load, ids)
 
-    def _to_load(self, samples: FoundSamples, reads: int) -> tuple[Tensor, Tensor, int]:
-        """Return which ids to load, the positions of those only to be checked, and how many rows
-        have been read by then.
+    def rows_are_current(self) -> bool:
+        """Tell whether the dataset still gives the samples that the checked rows came from."""
+        ids, digests = self.samples.ids[self._checked], self._digests[self._checked]
+        return self.checks.are_current(ids, digests, self._loaded)
+
+    def start_over(self, load: Load) -> None:
+        """Load every sample, and use no row."""
+        self.samples.found, self._entries = torch.zeros_like(self.samples.found), {}
+        self._loaded = self._load(load, each_once(self.samples.ids)[0])
+
+    def run_layers(self, *, keeps: bool) -> None:
+        """Run all samples that are not as deep as wanted, and write their rows.
+
+        Rows of this fetch's own samples only if it `keeps` them.
         """
-        due = torch.empty(0, dtype=torch.int64)
-        if not samples.found.any():
-            return each_once(samples.ids)[0], due, reads
-        misses = samples.found == 0
-        if self._checks is not None:
-            hits = samples.found.nonzero().flatten()
-            due = hits[self._checks.due(samples.ids[hits], reads)]
-            reads += len(hits)
-        return each_once(torch.cat((samples.ids[misses], samples.ids[due])))[0], due, reads
+        samples, depth = self.samples, self.depth
+        self._entries, loaded = self.content.brought_together(
+            samples.found, self._entries, self._loaded.entries
+        )
+        self._loaded = LoadedSamples(self._loaded.ids, loaded)
+        row_ids = samples.row_ids if keeps else samples.without_rows(self.num)
+        # From each depth where samples join to the next: they run through these layers together.
+        for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
+            positions = (samples.found <= first).nonzero().flatten()
+            ids, inverse = each_once(samples.ids[positions])
+            chosen = one_each(positions, len(ids), inverse)
+            fresh = self._run(ids, chosen, first, last)
+            if last == depth:
+                fresh[HIDDEN] = self.content.rounded(fresh[HIDDEN])
+                also = self.checks.digests_of(samples, chosen, self._digests, self._loaded)
+                with self.stats.timed():
+                    self.rows.write(taken(row_ids, chosen), fresh, depth, also)
+            place(self._entries, positions, fresh, inverse)
+        self.stats.count(samples.found[: self.num], depth)
 
-    def _load(self, ids: Tensor, load: Load) -> dict[str, Tensor]:
+    def results(self) -> dict[str, Tensor]:
+        """Return the rows of this fetch's own samples."""
+        return self.content.first(self._entries, self.num)
+
+    def _load(self, load: Load, ids: Tensor) -> LoadedSamples:
         batch = load(ids)
-        if self._store is not None:
-            check_kept(batch, self._content.keep)
+        # Without a store, results lack the entries that the dataset does not give.
+        if self.rows.num_rows:
+            check_kept(batch, self.content.keep)
         lengths = {name: len(entry) for name, entry in batch.items()}
         if set(lengths.values()) != {len(ids)}:
             raise ValueError(
                 f"load was asked for {len(ids)} samples and gave {lengths}; "
                 "return one row per id in every entry"
             )
-        return batch
+        return LoadedSamples(ids, batch)
 
-    def _run(self, batch: dict[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        num = len(next(iter(batch.values())))
-        with self._timed(), torch.no_grad():
-            chunks = self._chunks(self._uploader.send(batch), num)
-            starts = range(0, num, self._chunk_size)
-            parts = [
-                self._run_layers(chunk, first, last)[: num - start]
-                for start, chunk in zip(starts, chunks, strict=True)
-            ]
-            kept = {name: batch[name] for name in self._content.keep if name in batch}
-            return {HIDDEN: torch.cat(parts) if len(parts) > 1 else parts[0], **kept}
+    def _run(self, ids: Tensor, chosen: Tensor, first: int, last: int) -> dict[str, Tensor]:
+        """Run layers first..last-1 on samples with distinct ids, at the positions `chosen`."""
+        if first:
+            batch = {name: taken(row, chosen) for name, row in self._entries.items()}
+        else:
+            batch = self._loaded.of(ids)
+        with self.stats.timed():
+            hidden = self.layers.run(batch, first, last)
+        kept = {name: batch[name] for name in self.content.keep if name in batch}
+        return {HIDDEN: hidden, **kept}
 
-    def _chunks(self, batch: dict[str, Tensor], num: int) -> Iterator[dict[str, Tensor]]:
-        """Cut a batch into chunks, the last one padded with its last sample."""
-        if num == self._chunk_size and self._device.type == "cuda":
-            # It was sent into memory of its own, aligned as all is there.
-            yield batch
+
+@dataclass
+class _Buffers:
+    """Hold memory that rows are read into; `sent` is when the last ones have reached the GPU."""
+
+    rows: dict[str, Tensor]
+    sent: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    row_ids: Tensor
+    stamps: tuple[int, ...]
+    read: Future[RowRead]
+
+
+class RowReader:
+    """Read rows into memory that is used again and again, and ahead of the step where that helps.
+
+    step          t: fetch      computes ........  t + 1: fetch   computes ........
+    thread               reads t + 1                      reads t + 2
+
+    Activations go to the device; on a GPU the thread sends them, on its own stream. Other fields
+    stay in host memory.
+    """
+
+    def __init__(self, store: ActivationStore, *, device: torch.device) -> None:
+        self._store, self._device = store, device
+        on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
+        self._buffers: deque[_Buffers] = deque(maxlen=_NUM_BUFFERS)
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: _Ahead | None = None
+
+    def read(self, row_ids: Tensor, stamps: tuple[int, ...]) -> RowRead:
+        """Read rows; they are the caller's until the read after the next."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            read = ahead.read.result()
+            is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
+            if is_asked_for and not self._store.is_condemned():
+                self._store.warn_of_damage(read)
+                return self._handed_over(read)
+            self._give_back()
+        into = self._next_buffers(len(row_ids))
+        read = self._store.read(row_ids, stamps, into=into.rows)
+        return self._handed_over(self._sent(read, into))
+
+    def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
+        """Have a thread read what `read` will be asked for next, where that saves time."""
+        if not self._store.reads_ahead:
             return
-        for start in range(0, num, self._chunk_size):
-            # A copy even where a slice would do: kernels may sum in another order when their
-            # input is aligned differently.
-            index = torch.arange(start, start + self._chunk_size, device=self._device)
-            index = index.clamp_(max=num - 1)
-            yield {name: entry.index_select(0, index) for name, entry in batch.items()}
+        self.forget()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        into = self._next_buffers(len(row_ids))
 
-    def _rounded(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Round as rows do: a sample is the same where it misses, or nothing is stored, too."""
-        hidden = fresh[HIDDEN]
-        if self._content.dtype is None or not hidden.is_floating_point():
-            return fresh
-        return {**fresh, HIDDEN: hidden.to(self._content.dtype).to(hidden.dtype)}
+        def read() -> RowRead:
+            found = self._store.read(row_ids, stamps, into=into.rows, in_background=True)
+            return self._sent(found, into)
 
-    def _write(
-        self,
-        row_ids: Tensor,
-        fresh: dict[str, Tensor],
-        depth: int,
-        also: FurtherRows | None,
-    ) -> None:
-        if self._store is None or bool((row_ids >= self._store.num_rows).all()):
-            return
-        with self._timed():
-            lengths, positions = self._content.lengths(fresh), self._content.positions
-            hidden = fresh[HIDDEN]
-            rows = {**fresh, HIDDEN: hidden.to(self._content.dtype or hidden.dtype)}
-            if positions is not None:
-                # What is longer than a row has none.
-                fits = own_lengths(fresh[positions.mask]) <= positions.most
-                row_ids = row_ids.where(fits, self._store.num_rows)
-                rows = positions.bring(rows, positions.most)
-            if self._fit(rows):
-                self._store.write(row_ids, self._stamps[depth - 1], rows, lengths, also=also)
+        self._ahead = _Ahead(row_ids, stamps, self._thread.submit(read))
 
-    def _fit(self, rows: dict[str, Tensor]) -> bool:
-        """Tell whether rows are as the store's; those that are not are computed every time."""
-        assert self._store is not None
-        wanted = {field.name: (field.shape, field.dtype) for field in self._store.layout.fields}
-        odd = {n: r for n, r in rows.items() if (tuple(r.shape[1:]), r.dtype) != wanted.get(n)}
-        if odd and not self._has_warned:
-            self._has_warned = True
-            name, row = next(iter(odd.items()))
-            _LOGGER.warning(
-                "samples are not kept in the cache where %r is %s %s, as it was %s %s in the "
-                "sample that the cache was made for: pad samples to one length, or let collate_fn "
-                "pad them behind their end",
-                name,
-                tuple(row.shape[1:]),
-                row.dtype,
-                *wanted[name],
-            )
-        return not odd
+    def close(self) -> None:
+        self.forget()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
-    def _count(self, found: Tensor, depth: int) -> None:
-        depths = found.tolist()
-        hits, misses = depths.count(depth), depths.count(0)
-        self._stats.hits += hits
-        self._stats.upgrades += len(depths) - hits - misses
-        self._stats.misses += misses
+    def forget(self) -> None:
+        """Drop what was read ahead."""
+        if self._ahead is not None:
+            self._ahead.read.result()
+            self._ahead = None
+            self._give_back()
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stats.seconds += time.perf_counter() - start
+    def _sent(self, read: RowRead, buffers: _Buffers) -> RowRead:
+        """Begin to send the activations to the device, unless they are there."""
+        buffers.sent = None
+        if read.rows[HIDDEN].device.type == self._device.type:
+            return read
+        with torch.cuda.stream(self._stream):
+            read.rows[HIDDEN] = read.rows[HIDDEN].to(self._device, non_blocking=True)
+        if self._stream is not None:
+            buffers.sent = torch.cuda.Event()
+            buffers.sent.record(self._stream)
+        return read
 
+    def _handed_over(self, read: RowRead) -> RowRead:
+        """Give rows to the current stream: the GPU waits for them, the host does not."""
+        sent = self._buffers[-1].sent
+        if sent is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(sent)
+            # Else the allocator may give their memory away while this stream still reads it.
+            read.rows[HIDDEN].record_stream(current)
+        return read
 
-def _refuse_nothing(num_samples: int, depth: int) -> None:
-    if depth < 1 or num_samples < 1:
-        raise ValueError(
-            f"cannot fetch {num_samples} samples at depth {depth}; give depth >= 1 and at "
-            "least one id (for an empty micro-batch fetch any one id and slice [:0])"
-        )
+    def _give_back(self) -> None:
+        """Let memory that was read into for nothing be the next to be read into."""
+        self._buffers.rotate(1)
+
+    def _next_buffers(self, num: int) -> _Buffers:
+        """Return memory for `num` rows, which the read before the last no longer needs."""
+        oldest = self._buffers[0] if len(self._buffers) == _NUM_BUFFERS else None
+        if oldest is None or min(map(len, oldest.rows.values())) < num:
+            rows = self._store.buffers(num, pinned=self._stream is not None)
+            self._buffers.append(_Buffers(rows))
+        else:
+            self._buffers.rotate(-1)
+            if oldest.sent is not None:
+                # Two reads later the copy to the GPU has long ended; only to be sure.
+                oldest.sent.synchronize()
+        return self._buffers[-1]

@@ -1,7 +1,6 @@
-"""Say which samples run through layers together, and where each of them stands.
+"""Choose which samples run through layers together, and run them in chunks of one size.
 
-As layers run on chunks of one fixed number of samples, what the fullest lacks is filled up with
-samples of later fetches, which then find their rows::
+Space that is left in a chunk goes to samples of later fetches, which then find their rows::
 
     chunks of 8      found at 0   found at 2    of later fetches
     layers 0, 1      x x x                      x x
@@ -11,7 +10,7 @@ samples of later fetches, which then find their rows::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -19,69 +18,128 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.uploads import beside
+from autocache.row_content import HIDDEN
+from autocache.uploads import Uploader, beside
 
 SampleRows: TypeAlias = tuple[Tensor, Tensor]
-"""(B,) int64 each, on CPU: ids of samples, and those of their rows in the store, out of its range
-where they have none."""
+"""Sample ids and row ids, (B,) int64 each, on the CPU. A row id beyond the store means no row."""
 NOTHING: SampleRows = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-NO_ROW = torch.iinfo(torch.int64).max
+_NO_ROW = torch.iinfo(torch.int64).max
+
+RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
+"""Runs layers first..last-1 of (batch, first, last) and returns the hidden states."""
 
 
 @dataclass
 class FoundSamples:
-    """Hold the samples of a fetch, those of later ones behind its own; (B,) int64 each, on CPU.
+    """Hold a fetch's own samples, then those of later fetches; (B,) int64 each, on the CPU.
 
-    Args:
-        ids, row_ids: see `SampleRows`.
-        found: the depths at which their rows are found, or will be.
+    `found` are the depths at which their rows are found, or will be; 0 for none.
     """
 
     ids: Tensor
     row_ids: Tensor
     found: Tensor
 
+    @property
+    def num_found(self) -> int:
+        return int((self.found > 0).sum())
+
     def without_rows(self, num: int) -> Tensor:
-        """Return the ids of the rows, where the first samples have none."""
-        return self.row_ids.index_fill(0, torch.arange(num), NO_ROW)
+        """Return the row ids, with none for the first samples."""
+        return self.row_ids.index_fill(0, torch.arange(num), _NO_ROW)
+
+
+@dataclass(frozen=True)
+class LoadedSamples:
+    """Hold what the dataset gave: (N,) ids, each once, and its entries, (N, ...) each."""
+
+    ids: Tensor
+    entries: dict[str, Tensor]
+
+    def of(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the entries of some of the ids, in the order given."""
+        if torch.equal(self.ids, ids):
+            return dict(self.entries)
+        ascending, order = self.ids.sort()
+        index = order[torch.searchsorted(ascending, ids)]
+        return {name: entry[beside(index, entry)] for name, entry in self.entries.items()}
+
+
+class ChunkedLayers:
+    """Run layers on chunks of one number of samples, whatever the batch's size."""
+
+    def __init__(self, run_layers: RunLayers, chunk_size: int, *, device: torch.device) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}; give at least one sample per chunk")
+        self._run_layers, self.chunk_size = run_layers, chunk_size
+        self._device, self._uploader = device, Uploader(device)
+
+    def send(self, hidden: Tensor) -> Tensor:
+        """Return hidden states on the layers' device."""
+        return self._uploader.send({HIDDEN: hidden})[HIDDEN]
+
+    @torch.no_grad()
+    def run(self, batch: dict[str, Tensor], first: int, last: int) -> Tensor:
+        """Return the (N, ...) hidden states behind layers first..last-1."""
+        num = len(next(iter(batch.values())))
+        chunks = self._chunks(self._uploader.send(batch), num)
+        starts = range(0, num, self.chunk_size)
+        parts = [
+            self._run_layers(chunk, first, last)[: num - start]
+            for start, chunk in zip(starts, chunks, strict=True)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _chunks(self, batch: dict[str, Tensor], num: int) -> Iterator[dict[str, Tensor]]:
+        """Cut a batch into chunks; pad the last one with its last sample."""
+        if num == self.chunk_size and self._device.type == "cuda":
+            # It was sent into memory of its own, aligned as all memory there is.
+            yield batch
+            return
+        for start in range(0, num, self.chunk_size):
+            # A copy even where a slice would do: kernels may sum in another order when their
+            # input is aligned differently.
+            index = torch.arange(start, start + self.chunk_size, device=self._device)
+            index = index.clamp_(max=num - 1)
+            yield {name: entry.index_select(0, index) for name, entry in batch.items()}
 
 
 def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, int]:
-    """Return how many samples more, found at a depth or below it, run in the chunks of a fetch.
+    """Return how many more samples fit into the chunks that a fetch runs anyway.
 
-    No layer runs on more chunks than without them, so that no step takes longer: others may be
-    waiting for it.
+    No layer runs on more chunks than without them: other stages may be waiting for this step.
 
     Args:
         found: (B,) the depths at which the rows of a fetch were found.
-        depth: what is wanted; rows found there are not run.
+        depth: the depth wanted; rows found there are not run.
     Returns:
-        by depth, ascending; {} if there is no room.
+        by depth, ascending, how many found there or below fit; {} if there is no room.
     """
     numbers = sorted(Counter(one for one in found.tolist() if one < depth).items())
     running = list(accumulate(number for _, number in numbers))
-    # Of a depth, and of those above it, which what comes from below passes through, too.
+    # A sample passes through the chunks of its own depth and of all depths above: the least room
+    # among them counts.
     room = [*accumulate((-one % chunk_size for one in reversed(running)), min)][::-1]
     depths = (first for first, _ in numbers)
     return dict(zip(depths, room, strict=True)) if any(room) else {}
 
 
 def filling(room: Mapping[int, int], later: Tensor) -> Tensor:
-    """Return the positions of those later samples that fill up chunks which are run anyway.
+    """Return the positions of the samples to fill room with, from `room_in_chunks`.
 
-    Args:
-        room: from `room_in_chunks`.
-        later: (N,) the depths at which samples of later fetches are found, the sooner first.
+    `later` are the (N,) depths at which samples of later fetches are found, the sooner first.
     """
-    taken, chosen = 0, [torch.empty(0, dtype=torch.int64)]
+    chosen = NOTHING[0]
     for first, most in room.items():
-        chosen.append((later == first).nonzero().flatten()[: max(0, most - taken)])
-        taken += len(chosen[-1])
-    return torch.cat(chosen)
+        # Samples chosen at smaller depths pass through these chunks, too.
+        fitting = (later == first).nonzero().flatten()[: max(0, most - len(chosen))]
+        chosen = torch.cat((chosen, fitting))
+    return chosen
 
 
 def each_once(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids each once, in the order in which they first come, and where among them each is.
+    """Return the distinct ids, in the order they first appear, and each id's place among them.
 
     Not sorted: a collate function gets the samples of a step in the order of the step.
     """
@@ -91,10 +149,10 @@ def each_once(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_each(positions: Tensor, num: int, inverse: Tensor) -> Tensor:
-    """Return a position of each of so many ids; `inverse` says whose each of all is."""
-    if len(positions) == num:  # Nobody comes twice, and they are in order.
+    """Return one position for each of `num` distinct ids; `inverse` is from `each_once`."""
+    if len(positions) == num:  # No id twice, so they are in order already.
         return positions
-    # Any one position of each id will do.
+    # Where an id has several positions, any of them will do.
     return positions.new_empty(num).scatter_(0, inverse, positions)
 
 
@@ -103,19 +161,10 @@ def taken(values: Tensor, positions: Tensor) -> Tensor:
     return values if len(positions) == len(values) else values[beside(positions, values)]
 
 
-def of_ids(batch: Mapping[str, Tensor], held: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """Return the rows of some ids of those that a batch holds."""
-    if torch.equal(held, ids):
-        return dict(batch)
-    ascending, order = held.sort()
-    index = order[torch.searchsorted(ascending, ids)]
-    return {name: entry[beside(index, entry)] for name, entry in batch.items()}
-
-
 def place(
     rows: dict[str, Tensor], positions: Tensor, fresh: dict[str, Tensor], inverse: Tensor
 ) -> None:
-    """Put fresh rows, each id once, at all its positions."""
+    """Put fresh rows, one for each distinct id, at all positions of that id."""
     for name, row in fresh.items():
         own = row if len(row) == len(inverse) else row[beside(inverse, row)]
         if name not in rows:  # Nothing was read, so these are all the positions there are.

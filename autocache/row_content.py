@@ -1,22 +1,85 @@
-"""Say what a row of the cache holds, and take it from a sample."""
+"""Say what a row of the cache holds, and take it from a sample.
+
+Samples of unequal lengths are padded to the longest of a batch; rows have room for the longest of
+all, and are cut to the longest of a step::
+
+    rows of the store     a step's samples
+    a a a . . . . .       a a a .
+    b b b b . . . .       b b b b
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from autocache.digests import add_entry
 from autocache.layout import RowField, RowLayout
-from autocache.unequal_lengths import Positions, by_position, own_lengths
 
 HIDDEN, DIGEST = "hidden", "digest"
 
 Changed: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Say which entries have a value for each position of a sample.
+
+    Args:
+        mask: the entry whose zeros at a sample's end are padding, (N, S).
+        names: entries, (N, S, ...), with as many positions as the mask; the mask is one of them.
+        most: positions of the longest sample.
+        padding: what entries are padded with; 0 for those not named.
+    """
+
+    mask: str
+    names: tuple[str, ...]
+    most: int
+    padding: Mapping[str, float] = field(default_factory=dict)
+
+    def bring(self, batch: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
+        """Return a batch cut, or padded, to `num` positions."""
+        return {
+            name: _with_positions(entry, num, self.padding.get(name, 0))
+            if name in self.names
+            else entry
+            for name, entry in batch.items()
+        }
+
+
+def own_lengths(mask: Tensor) -> Tensor:
+    """Return the (N,) positions up to each sample's last that is no padding, on the CPU.
+
+    Args:
+        mask: (N, S), zero at padding. Of a sample that is all padding all S count: a model reads
+            some positions even then.
+    """
+    counts = mask.cpu().reshape(len(mask), -1) != 0
+    lengths = (counts * torch.arange(1, counts.shape[1] + 1)).amax(dim=1)
+    return lengths.where(lengths > 0, counts.shape[1])
+
+
+def by_position(hidden: Tensor, num: int) -> bool:
+    """Tell whether hidden states are (N, S, ...) with S = `num` positions.
+
+    They are not where a layer pools positions, or puts a token of its own before them.
+    """
+    return hidden.ndim > 2 and hidden.shape[1] == num
+
+
+def _with_positions(entry: Tensor, num: int, padding: float) -> Tensor:
+    missing = num - entry.shape[1]
+    if missing <= 0:
+        # Contiguous: kernels may sum in another order over what is not.
+        return entry[:, :num].contiguous()
+    behind = (0, 0) * (entry.ndim - 2) + (0, missing)
+    return pad(entry, behind, value=padding)
 
 
 @dataclass(frozen=True)
@@ -25,21 +88,19 @@ class RowContent:
 
     Args:
         keep: the dataset's entries that later stages need (attention mask, targets). Without a
-            store, those of them that it gives.
-        dtype: the hidden states' as they are stored; None as they are computed. In a smaller one
-            samples have rounded activations, the same in every epoch, stored or not. It is for
-            hidden states of floating point.
-        padding_mask: a kept entry, (S,) a sample, whose zeros at the end say which of the (S, ...)
-            hidden states nothing depends on: they are not stored, and read as zeros. Where these
-            have other dimensions, or None is given, all count.
-        computed_dtype: the hidden states' as the layers compute them; None where that is `dtype`.
-        checked: whether to store a digest of the sample, too, and so check the dataset against it.
-        checks_every: whether every row that is read is checked, and not some.
-        positions: where samples are padded to another length in every batch; rows then have room
-            for the longest, and the hidden states count to its names.
-        changed: a function of (B,) ids and their rows' kept entries that returns (B,) bool: of
-            which samples the dataset is known, without asking it for them, to give other entries
-            by now. Those rows are not used.
+            store, entries that the dataset does not give are left out.
+        dtype: in which hidden states are stored; None as computed. With a smaller one samples have
+            rounded activations, the same in every epoch, stored or not. For floating point only.
+        padding_mask: a kept entry, (S,) a sample, whose zeros at the end mark (S, ...) hidden
+            states that nothing depends on: they are not stored, and read as zeros. Hidden states
+            of other dimensions all count.
+        computed_dtype: in which layers compute hidden states; None where that is `dtype`.
+        checked: whether a row holds a digest of its sample, to check the dataset against.
+        checks_every: whether every row that is read is checked, instead of some.
+        positions: for samples that are padded to another length in every batch; rows then have
+            room for the longest, and its names include the hidden states.
+        changed: a function of (B,) ids and their rows' kept entries. It returns (B,) bool: for
+            which samples the dataset is known to give other entries by now. Their rows are unused.
     Raises:
         ValueError: `keep` names "hidden" or an entry twice, or lacks the mask.
     """
@@ -73,23 +134,26 @@ class RowContent:
         check_kept(batch_of_one, self.keep)
         mask = self.padding_mask
         varies = mask is not None and by_position(hidden_of_one, batch_of_one[mask].shape[1])
-        fields = [
-            RowField(
-                HIDDEN, tuple(hidden_of_one.shape[1:]), self.dtype or hidden_of_one.dtype, varies
-            )
-        ]
+        dtype = self.dtype or hidden_of_one.dtype
+        hidden = RowField(HIDDEN, tuple(hidden_of_one.shape[1:]), dtype, varies)
         kept = {name: batch_of_one[name] for name in self.keep}
         if self.checked:
             kept[DIGEST] = self.digests(batch_of_one)
-        fields += [RowField(name, tuple(t.shape[1:]), t.dtype) for name, t in kept.items()]
-        return RowLayout(tuple(fields))
+        others = (RowField(name, tuple(t.shape[1:]), t.dtype) for name, t in kept.items())
+        return RowLayout((hidden, *others))
 
     def lengths(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Return the (N,) hidden states of each sample that are stored; None for all."""
         return None if self.padding_mask is None else own_lengths(batch[self.padding_mask])
 
+    def rounded(self, hidden: Tensor) -> Tensor:
+        """Round as a row does, so that a sample is the same whether it hits or misses."""
+        if self.dtype is None or not hidden.is_floating_point():
+            return hidden
+        return hidden.to(self.dtype).to(hidden.dtype)
+
     def digests(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return (N,) int64: a digest of all that the dataset gave for each of (N, ...) samples.
+        """Return (N,) int64: a digest of all that the dataset gave for each of N samples.
 
         Padding does not enter it where that depends on the batch.
         """
@@ -104,7 +168,7 @@ class RowContent:
     def brought_together(
         self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Give what was read and what was loaded as many positions as the longest needs.
+        """Give rows and loaded samples as many positions as the longest of them needs.
 
         Args:
             found: (B,) depths at which the rows were found, 0 for those that are loaded.
@@ -115,11 +179,12 @@ class RowContent:
             return rows, loaded
         num = loaded[positions.mask].shape[1] if loaded and bool((found == 0).any()) else 1
         if rows:
+            # Where nothing was found, a row is whatever lay in that memory.
             num = max(num, int(own_lengths(rows[positions.mask][found > 0]).max()))
         return positions.bring(rows, num), positions.bring(loaded, num)
 
     def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
-        """Return so many of a batch's rows, without positions that only the others need."""
+        """Return the first `num` of a batch's rows, without positions that only others need."""
         first = {name: row[:num] for name, row in rows.items()}
         if len(rows[HIDDEN]) == num or self.positions is None:
             return first

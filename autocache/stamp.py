@@ -1,8 +1,8 @@
 """Identify what activations have passed through: a chained hash of the frozen layers.
 
-The stamp of depth d covers everything that decides the numbers after the first d layers: their
-parameters and buffers, dtypes, and the mode they run in. A layer that was thawed, trained and
-frozen again gives another stamp, so activations from before the thaw are never taken for current.
+The stamp of depth d covers all that decides the numbers after d layers: parameters and buffers,
+dtypes, and the mode they run in. A layer that was thawed, trained and frozen again gives another
+stamp, so activations from before the thaw are never used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ def chain_hash(previous: int, tensors: Iterable[tuple[str, Tensor]], *, mode: st
 
     Args:
         previous: the chain so far, 0 <= previous < 2**64; 0 starts a chain.
-        tensors: (name, tensor) of every parameter and buffer, in a fixed order; any dtype, any
-            device (each is copied to the CPU once).
-        mode: how the layer is run, where that changes its numbers, such as "eval, autocast off".
+        tensors: (name, tensor) of every parameter and buffer, in a fixed order; any device.
+        mode: how the layer is run, if that changes its numbers, such as "eval, autocast off".
     Returns:
         the 64-bit hash, never 0: a store's row with stamp 0 is an empty row.
     """
@@ -34,18 +33,17 @@ def chain_hash(previous: int, tensors: Iterable[tuple[str, Tensor]], *, mode: st
     for name, tensor in tensors:
         # Name, dtype and shape fix how many bytes follow, so no two inputs read the same.
         digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-        # numpy has no bfloat16, hence the bytes.
+        # As bytes, since numpy has no bfloat16.
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") or 1
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """Tell what tensors hold now from what they held before, in a part of the time of a stamp.
+    """Hash tensors to notice changes, in a part of the time of a stamp.
 
-    Every 32-bit word counts, times a random 64-bit factor of its place. A change goes unseen with
-    a chance of at most 2**-33, unless it was made to; stamps, which rows are trusted by, are not
-    made so.
+    The hash sums 32-bit words, each times a random 64-bit factor of its place. An accidental
+    change goes unseen with a chance of at most 2**-33. Rows are trusted by stamps, not by this.
 
     Args:
         tensors: in a fixed order; any dtype, all on one device. The host waits for it once.
@@ -63,9 +61,9 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
     """Return a 0-dim int64 on the tensor's device, the same on every device."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = values[: len(values) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
-    total = values[len(words) * _WORD_BYTES :].sum()  # Up to three bytes that are left.
+    total = values[len(words) * _WORD_BYTES :].sum()  # The last bytes, at most 3.
     factors = _factors(tensor.device)
-    # A CPU widens a block at a time, in its cache; a GPU is asked seldom.
+    # A CPU widens one block at a time, in its cache; a GPU many, to launch few kernels.
     most = 1 if tensor.device.type == "cpu" else _BLOCKS_OF_A_GPU
     for number, part in enumerate(words.split(most * _BLOCK_WORDS)):
         if most == 1:
@@ -73,7 +71,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
         else:
             whole = nn.functional.pad(part.long(), (0, -len(part) % _BLOCK_WORDS))
             sums = (whole.view(-1, _BLOCK_WORDS) * factors).sum(dim=1)
-        # Of each block an odd factor, so that two that change places differ; integers wrap around.
+        # An odd factor for each block, as blocks may change places; integers wrap around.
         blocks = torch.arange(sums.numel(), device=tensor.device) + number * most
         total = total + (sums * ((2 * blocks + 1) * _BLOCK_FACTOR)).sum()
     return total

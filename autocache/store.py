@@ -1,9 +1,10 @@
 """Store one row per sample in a memory-mapped file that all processes of a node share.
 
-A row is valid for whoever knows its stamp. A writer clears the stamp, writes the bytes and the
-check value, then publishes the stamp; a reader reads the stamp before and after copying the bytes
-and sums the copy. So a row half written, overwritten while it was read, or damaged is a miss,
-without locks.
+A row is valid to a reader who knows its stamp. A writer clears the stamp, writes the bytes and the
+check value, then publishes the stamp. A reader reads the stamp before and after copying the bytes,
+and sums the copy. So a row that is half written, overwritten meanwhile, or damaged is a miss,
+without locks. The sum is of the row's words, each times an odd factor of its place, modulo 2**64.
+It changes with any one word, and where words change places.
 
 Source: AutoCache, PipeTransformer section 3.4, keeps a dictionary of files in shared memory. Ours
 is one file of fixed slots, written in place, whose size is reserved when it is created. Of a row
@@ -19,30 +20,66 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from autocache.activation_store import FurtherRows, RowRead
 from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
-from autocache.row_copy import as_words, copy_in, copy_out, factors_of, num_words, own_words
 
+_BLOCK_BYTES = 1 << 21
+"""Bytes copied before they are summed: few enough to be in the CPU's cache still."""
 _LOGGER = logging.getLogger(__name__)
+
+Rows: TypeAlias = Mapping[str, Tensor]
+"""Rows by field name, (B, *shape) each."""
+Stamps: TypeAlias = Sequence[int]
+"""The stamps of depths 1, 2, ...; none is 0."""
+FurtherRows: TypeAlias = Callable[[], Mapping[str, Tensor]]
+"""Gives further fields of rows, on the thread that writes them."""
+
+
+@dataclass(frozen=True)
+class RowRead:
+    """Hold what one read found.
+
+    Attributes:
+        depth: (B,) int64; 0 for a miss, else 1 + the index into the stamps asked for.
+        rows: by field name, (B, *shape) in the stored dtype, zeros behind a row's own length;
+            undefined where depth is 0.
+        num_corrupt: rows whose check failed.
+    """
+
+    depth: Tensor
+    rows: dict[str, Tensor]
+    num_corrupt: int
+
+    def joined(self, other: RowRead) -> RowRead:
+        """Return both, this one's rows first, in new memory."""
+        rows = {name: torch.cat((row, other.rows[name])) for name, row in self.rows.items()}
+        corrupt = self.num_corrupt + other.num_corrupt
+        return RowRead(torch.cat((self.depth, other.depth)), rows, corrupt)
 
 
 class NamelessFilesError(OSError):
-    """Say that files without a name cannot be made here; others can."""
+    """Say that files without a name cannot be made here; files with a name can."""
 
 
 class RowStore:
-    """Read and write rows by sample id; made by `create` in one process and `open` in others.
+    """Read and write rows by id; made by `create` in one process and `open` in others.
 
-    A context manager. Every process closes its own; the file can be opened until the creator
-    unlinks it or closes. Reads may run while another process writes; two processes may write at
-    once.
+    Every process closes its own; the file can be opened until the creator unlinks it or closes.
+    Several processes may read and write at once.
+
+    Ids are (B,) int64 on the CPU. Ids beyond `num_rows` have no row: they miss, and are not
+    written. Other ids raise a ValueError, and so does a stamp outside 0 < stamp < 2**64.
+
+    Attributes:
+        reads_ahead: whether a thread saves time by reading a step's rows in advance.
     """
 
     reads_ahead = True
@@ -56,12 +93,13 @@ class RowStore:
         mapping: mmap.mmap,
         unlink: Callable[[], None] | None = None,
     ) -> None:
-        """Wrap a mapped file, which stays mapped while these arrays live; for `create`, `open`."""
+        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`."""
         self.path, self.layout, self.num_rows = path, layout, num_rows
         self._has_warned = False
         self._unlink = unlink
         shape = FileShape(layout, num_rows)
         self.num_bytes = shape.num_bytes
+        # The layout's fingerprint, and whether the store is condemned.
         self._header = np.frombuffer(mapping, np.uint64, count=2)
         self._tags = np.frombuffer(
             mapping, np.uint64, count=TAG_WORDS * num_rows, offset=ALIGN_BYTES
@@ -70,25 +108,23 @@ class RowStore:
         table = torch.frombuffer(
             mapping, dtype=torch.int64, count=num_rows * row_words, offset=shape.rows_start
         ).view(num_rows, row_words)
-        factors = factors_of(row_words)
+        factors = (
+            np.random.default_rng(0).integers(1 << 63, size=row_words, dtype=np.uint64) * 2 + 1
+        )
         # Each field's words in the file, and the factors of their check.
         self._parts: list[tuple[RowField, Tensor, np.ndarray]] = []
         for field, offset in zip(layout.fields, layout.offsets, strict=False):
-            start, num = offset // WORD_BYTES, num_words(field)
+            start, num = offset // WORD_BYTES, field.num_words
             self._parts.append((field, table.narrow(1, start, num), factors[start : start + num]))
 
     @classmethod
     def create(cls, path: str | Path, layout: RowLayout, num_rows: int) -> RowStore:
-        """Create the file, all rows empty, and reserve every byte of it.
+        """Create the file, in /dev/shm for memory, all rows empty, and reserve every byte of it.
 
-        Args:
-            path: a new file; in /dev/shm for memory, anywhere else for disk.
-            num_rows: sample ids 0..num_rows-1 have a row; others are never stored.
         Raises:
             ValueError: `num_rows` is less than 1.
             FileExistsError: `path` exists.
-            OSError: the file system has too little space. Without the reservation the first write
-                to a full /dev/shm would kill the process with SIGBUS.
+            OSError: the file system has too little space.
         """
         path = Path(path)
         with open(path, "xb+", opener=partial(os.open, mode=0o600)) as file:
@@ -108,12 +144,10 @@ class RowStore:
 
     @classmethod
     def create_nameless(cls, folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
-        """Create the file without a name: a kill at any moment leaves nothing behind.
+        """Create a file without a name in a folder, so that a kill at any moment leaves nothing.
 
-        Other processes open it by `path`, which leads through this one's descriptor.
+        Other processes open it by `path`, which leads through this process's descriptor.
 
-        Args:
-            folder: on the file system that gives the space.
         Raises:
             ValueError, OSError: see `create`.
             NamelessFilesError: the platform or the file system has no such files.
@@ -123,7 +157,7 @@ class RowStore:
         try:
             descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
         except OSError as error:
-            # So do file systems and kernels say that they have none.
+            # These two errors say that the file system, or the kernel, has no such files.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
                 raise
             raise NamelessFilesError(error.errno, f"{folder}: {error.strerror}") from error
@@ -141,11 +175,11 @@ class RowStore:
         """Map a file that another process of this node has created.
 
         Raises:
-            FileNotFoundError, ValueError: see `FileShape.open`.
+            FileNotFoundError: `path` was not created yet, or is unlinked already.
+            ValueError: the file was created with another layout or number of rows.
         """
         path = Path(path)
-        mapping = FileShape(layout, num_rows).open(path)
-        return cls(path, layout, num_rows, mapping=mapping)
+        return cls(path, layout, num_rows, mapping=FileShape(layout, num_rows).open(path))
 
     def __enter__(self) -> RowStore:
         return self
@@ -154,11 +188,11 @@ class RowStore:
         self.close()
 
     def unlink(self) -> None:
-        """End the time in which it can be opened; its creator calls it once all have opened it.
+        """Remove the name; the creator calls it once all processes have opened the file.
 
-        Every mapping of the file stays valid and the last one frees it, even after a SIGKILL.
+        Every mapping stays valid, and the last one frees the file, even after a SIGKILL.
         """
-        # Once only: by the time of close the name, or the descriptor, may belong to another file.
+        # Once only: later the name, or the descriptor, may belong to another file.
         unlink, self._unlink = self._unlink, None
         if unlink is not None:
             unlink()
@@ -166,54 +200,45 @@ class RowStore:
     def close(self) -> None:
         """Unmap the file, and unlink it if this process created it and has not yet."""
         self.unlink()
-        # The last array to go unmaps the file; unmapping by hand fails while a traceback has one.
+        # The last array to go unmaps the file; by hand it fails while a traceback holds one.
         self._parts.clear()
         self._header = np.zeros(2, np.uint64)
         self._tags = np.empty((0, TAG_WORDS), np.uint64)
 
-    @property
     def is_condemned(self) -> bool:
-        """Tell whether a process has found that the rows are of no use."""
+        """Tell whether a check of any process has failed."""
         return bool(self._header[1])
 
     def condemn(self) -> bool:
-        """Let no process of the node read a row any more; tell whether this call was the first."""
-        first = not self.is_condemned
+        """Let no process read a row any more; tell whether this call was the first."""
+        first = not self.is_condemned()
         self._header[1] = 1
         return first
 
     def holds(self, check: Callable[[], bool]) -> bool:
-        """Check at once."""
+        """Make a check that condemns the store where it fails; False if it has failed."""
         return check()
 
     def read(
-        self,
-        sample_ids: Tensor,
-        depth_stamps: Sequence[int],
-        *,
-        into: Mapping[str, Tensor] | None = None,
-        in_background: bool = False,
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
-        """Read the rows of a batch whose stamp is one of those given.
+        """Read the rows that stand under one of these stamps.
 
         Args:
-            sample_ids: (B,) int64 on CPU; duplicates are fine, ids without a row are misses.
-            depth_stamps: the stamps that count as hits, none of them 0.
             into: tensors from `buffers`, for B rows or more, that the rows are copied into; fresh
                 memory costs as much as the copy.
-            in_background: whether a thread reads, beside what is computed: it leaves torch's
-                threads to that, and warning to `warn_of_damage`.
-        Raises:
-            ValueError: see `write`.
+            in_background: whether a thread reads, beside what is computed. It leaves torch's
+                threads alone, and warning to `warn_of_damage`.
         """
-        ids, fits = self._slots(sample_ids)
-        before, _, lengths = self._tags[ids].T
-        depth = self._depths(before, fits, depth_stamps)
+        slots, fits = self._slots(ids)
+        before, _, lengths = self._tags[slots].T
+        depth = self._depths(before, fits, stamps)
         found = depth > 0
-        buffers = self.buffers(len(ids)) if into is None else into
-        rows, sums = self._gather(ids, found, lengths, buffers, in_background=in_background)
-        after, checks, _ = self._tags[ids].T
-        intact = _check_values(sums, ids, before, lengths) == checks
+        buffers = self.buffers(len(slots)) if into is None else into
+        rows, sums = self._gather(slots, found, lengths, buffers, in_background=in_background)
+        # Read again: a writer may have been at work while the rows were copied.
+        after, checks, _ = self._tags[slots].T
+        intact = _check_values(sums, slots, before, lengths) == checks
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
@@ -222,13 +247,13 @@ class RowStore:
             self.warn_of_damage(read)
         return read
 
-    def find(self, sample_ids: Tensor, depth_stamps: Sequence[int]) -> Tensor:
+    def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         """Return the (B,) depths that `read` would find rows at, unless they are damaged."""
-        ids, fits = self._slots(sample_ids)
-        return torch.from_numpy(self._depths(self._tags[ids, 0], fits, depth_stamps))
+        slots, fits = self._slots(ids)
+        return torch.from_numpy(self._depths(self._tags[slots, 0], fits, stamps))
 
     def warn_of_damage(self, read: RowRead) -> None:
-        """Warn of damaged rows that were read, if they are the first."""
+        """Warn of the first damaged rows."""
         if read.num_corrupt and not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
@@ -239,87 +264,84 @@ class RowStore:
             )
 
     def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
-        """Return memory for `read` to copy so many rows into, page-locked if need be."""
+        """Return memory for `read` to copy `num` rows into, page-locked if asked."""
         return {
-            field.name: torch.empty(num, num_words(field), dtype=torch.int64, pin_memory=pinned)
+            field.name: torch.empty(num, field.num_words, dtype=torch.int64, pin_memory=pinned)
             for field in self.layout.fields
         }
 
-    def clear(self, sample_ids: Tensor) -> None:
-        """Let the rows of a batch be found under no stamp."""
-        ids, fits = self._slots(sample_ids)
-        self._tags[ids[fits], 0] = 0
+    def clear(self, ids: Tensor) -> None:
+        """Make rows empty: no stamp finds them."""
+        slots, fits = self._slots(ids)
+        self._tags[slots[fits], 0] = 0
 
     def settle(self) -> None:
-        """Return at once: rows are there as soon as they are written."""
+        """Return at once: a row is there as soon as it is written."""
 
     def write(
         self,
-        sample_ids: Tensor,
+        ids: Tensor,
         stamp: int,
-        rows: Mapping[str, Tensor],
+        rows: Rows,
         lengths: Tensor | None = None,
         *,
         also: FurtherRows | None = None,
     ) -> None:
-        """Write the rows of a batch in place; ids without a row are left out.
+        """Write rows in place, each id once; from now on they are found.
 
         Args:
-            sample_ids: (B,) int64 on CPU, each once.
-            stamp: what the rows have passed through, 0 < stamp < 2**64.
-            rows: every field of the layout and no other, (B, *shape), any device.
+            rows: every field of the layout and no other, any device.
             lengths: (B,) int64 on CPU, entries of each row's varying fields; None for all.
-            also: gives those fields that `rows` lacks.
+            also: gives the fields that `rows` lacks.
         Raises:
-            ValueError: ids that are negative or not (B,) int64 on CPU, a stamp out of range, rows
-                that do not match the layout, or a closed store.
+            ValueError: rows that do not match the layout.
         """
-        ids, fits = self._slots(sample_ids)
+        slots, fits = self._slots(ids)
         _checked_stamp(stamp)
-        if self.is_condemned:
+        if self.is_condemned():
             return
         rows = {**rows, **also()} if also is not None else rows
-        check_rows(self.layout, rows, len(ids))
+        check_rows(self.layout, rows, len(slots))
         kept = torch.from_numpy(fits).nonzero().flatten()
-        ids = ids[fits]
-        own = (
-            np.full(len(ids), np.iinfo(np.uint64).max)
-            if lengths is None
-            else (lengths[kept].numpy().astype(np.uint64))
-        )
-        self._tags[ids, 0] = 0
-        sums = np.zeros(len(ids), np.uint64)
+        slots = slots[fits]
+        if lengths is None:
+            own = np.full(len(slots), np.iinfo(np.uint64).max)
+        else:
+            own = lengths[kept].numpy().astype(np.uint64)
+        # Before any byte changes: a reader must not find the old stamp over new bytes.
+        self._tags[slots, 0] = 0
+        sums = np.zeros(len(slots), np.uint64)
         for field, words, factors in self._parts:
             values = rows[field.name].detach().cpu()
             values = values if len(kept) == len(values) else values.index_select(0, kept)
-            sums += copy_in(ids, as_words(field, values), words, own_words(field, own), factors)
-        self._tags[ids, 2] = own
-        # Place, stamp and length enter the check, so that no bytes ever pass under another.
-        self._tags[ids, 1] = _check_values(sums, ids, np.uint64(stamp), own)
-        self._tags[ids, 0] = stamp
+            sums += copy_in(slots, field.as_words(values), words, field.own_words(own), factors)
+        self._tags[slots, 2] = own
+        # Place, stamp and length enter the check: bytes never pass under another of them.
+        self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
+        self._tags[slots, 0] = stamp
 
-    def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Sequence[int]) -> np.ndarray:
-        """Return at which depth each of the stamps found stands, 0 for none."""
+    def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Stamps) -> np.ndarray:
+        """Return the depth of each stamp that was found, 0 for none."""
         wanted = np.array([_checked_stamp(stamp) for stamp in stamps], np.uint64)
         ranks = np.arange(1, len(wanted) + 1)
-        usable = fits & (not self.is_condemned)
+        usable = fits & (not self.is_condemned())
         depths: np.ndarray = np.max((found[:, None] == wanted) * ranks, axis=1, initial=0) * usable
         return depths
 
-    def _slots(self, sample_ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _slots(self, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return each id's row number, 0 where it has none, and the (B,) mask of those it has."""
         if not self._parts:
             raise ValueError(f"the store of {self.path} is closed; use it inside its `with`")
-        form = (sample_ids.dtype, sample_ids.device.type, sample_ids.dim())
-        ids = sample_ids.numpy() if form == (torch.int64, "cpu", 1) else None
-        if ids is None or (ids < 0).any():
-            raise ValueError(f"sample_ids are {sample_ids}; give dataset indices, (B,) int64, CPU")
-        fits = ids < self.num_rows
-        return ids * fits, fits
+        is_plain = (ids.dtype, ids.device.type, ids.dim()) == (torch.int64, "cpu", 1)
+        slots = ids.numpy() if is_plain else None
+        if slots is None or (slots < 0).any():
+            raise ValueError(f"sample_ids are {ids}; give dataset indices, (B,) int64, CPU")
+        fits = slots < self.num_rows
+        return slots * fits, fits
 
     def _gather(
         self,
-        ids: np.ndarray,
+        slots: np.ndarray,
         found: np.ndarray,
         lengths: np.ndarray,
         buffers: Mapping[str, Tensor],
@@ -328,22 +350,80 @@ class RowStore:
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
-        source = np.where(found, ids, ids.max(initial=0, where=found))
-        sums, rows, any_found = np.zeros(len(ids), np.uint64), {}, bool(found.any())
+        source = np.where(found, slots, slots.max(initial=0, where=found))
+        sums, rows, any_found = np.zeros(len(slots), np.uint64), {}, bool(found.any())
         for field, words, factors in self._parts:
-            copied = buffers[field.name][: len(ids)]
+            copied = buffers[field.name][: len(slots)]
             if any_found:
-                own = own_words(field, lengths)
+                own = field.own_words(lengths)
                 sums += copy_out(source, words, copied, own, factors, in_background=in_background)
             values = copied.view(field.dtype)
+            # A field whose bytes are no whole words is filled up behind its last value.
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
-            rows[field.name] = values.view(len(ids), *field.shape)
+            rows[field.name] = values.view(len(slots), *field.shape)
         return rows, sums
 
 
+def copy_out(
+    source: np.ndarray,
+    words: Tensor,
+    out: Tensor,
+    own: np.ndarray | None,
+    factors: np.ndarray,
+    *,
+    in_background: bool = False,
+) -> np.ndarray:
+    """Copy rows of a field out of the file.
+
+    Args:
+        source: (B,) row numbers in the file.
+        words, out: the file's (rows, words), and (B, words), int64.
+        own: (B,) words that each row has, the others become 0; None where all have all.
+        factors: (words,) uint64.
+        in_background: whether to use the calling thread alone.
+    Returns:
+        (B,) uint64, the rows' checks.
+    """
+    checks = np.empty(len(out), np.uint64)
+    table, rows = words.numpy(), out.numpy()
+    copied = rows.view(np.uint64)
+    if own is not None:
+        for row, slot, num in zip(rows, source.tolist(), own.tolist(), strict=True):
+            row[:num] = table[slot, :num]
+            row[num:] = 0
+        return np.matmul(copied, factors, out=checks)
+    index = torch.from_numpy(source)
+    step = max(1, _BLOCK_BYTES // max(1, out.shape[1] * WORD_BYTES))
+    for part in (slice(start, start + step) for start in range(0, len(out), step)):
+        if in_background:
+            # Each copy releases the interpreter's lock, and starts no threads. `np.take` would
+            # copy the whole file first, as rows of one field are not side by side there.
+            for row, slot in zip(rows[part], source[part].tolist(), strict=True):
+                row[:] = table[slot]
+        else:
+            torch.index_select(words, 0, index[part], out=out[part])
+        np.matmul(copied[part], factors, out=checks[part])
+    return checks
+
+
+def copy_in(
+    ids: np.ndarray, values: Tensor, words: Tensor, own: np.ndarray | None, factors: np.ndarray
+) -> np.ndarray:
+    """Copy rows of a field into the file, and return their checks; see `copy_out`."""
+    given = values.numpy().view(np.uint64)
+    if own is None:
+        words[torch.from_numpy(ids)] = values
+        return np.matmul(given, factors)
+    table, checks = words.numpy().view(np.uint64), np.empty(len(ids), np.uint64)
+    for row, (slot, num) in enumerate(zip(ids.tolist(), own.tolist(), strict=True)):
+        table[slot, :num] = given[row, :num]
+        checks[row] = np.dot(given[row, :num], factors[:num])
+    return checks
+
+
 def check_rows(layout: RowLayout, rows: Mapping[str, Tensor], num: int) -> None:
-    """Raise a ValueError for rows that are not as a layout says."""
+    """Raise a ValueError for rows that do not match a layout."""
     given = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
     wanted = {field.name: ((num, *field.shape), field.dtype) for field in layout.fields}
     if given != wanted:
@@ -357,7 +437,7 @@ def _check_values(
     sums: np.ndarray, ids: np.ndarray, stamps: np.ndarray | np.uint64, lengths: np.ndarray
 ) -> np.ndarray:
     """Return the check values of rows by their words' checks, places, stamps and lengths."""
-    # Odd factors, so that what differs by as much in two of them is not taken for equal.
+    # Odd factors, so that equal differences in two of the terms do not cancel.
     places = ids.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
     return (sums + places + lengths * np.uint64(0x9E3779B97F4A7C15)) ^ stamps
 

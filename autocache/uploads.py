@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def beside(index: Tensor, values: Tensor) -> Tensor:
-    """Return an index that is in host memory where the values are that it chooses from."""
+    """Return an index on the device of the values that it chooses from."""
     return _sent(index, values.device)
 
 
@@ -18,15 +18,15 @@ def _sent(entry: Tensor, device: torch.device) -> Tensor:
     """Send a tensor on the current stream."""
     if device.type != "cuda" or entry.device.type == "cuda":
         return entry.to(device)
-    # From other memory the copy would wait until the GPU has done all that came before it. torch
-    # uses its pinned memory again only once what was copied from it is done.
+    # From pageable memory the copy would wait for all that the GPU has to do. torch reuses its
+    # pinned memory only once the copies from it have ended.
     pinned = entry if entry.is_pinned() else entry.pin_memory()
     return pinned.to(device, non_blocking=True)
 
 
 @final
 class Uploader:
-    """Send batches to a device; to a GPU on a stream of its own, beside what is computed.
+    """Send batches to a device; to a GPU on its own stream, beside what is computed.
 
     copies      | entries of t + 1 |                     | entries of t + 2 | ...
     computing   | step t .................. | step t + 1 .................. | ...
@@ -39,15 +39,14 @@ class Uploader:
         self._copied = torch.cuda.Event() if on_cuda else None
 
     def send(self, batch: Mapping[str, Tensor], *, wait: bool = False) -> dict[str, Tensor]:
-        """Return a batch there, for the current stream; what is there is left alone.
+        """Return a batch on the device, for the current stream.
 
-        Args:
-            wait: for the copies, as the memory they are made from is soon written to again.
+        `wait` for the copies if the host memory is soon written to again.
         """
         if self._stream is None or self._copied is None:
             return {name: _sent(entry, self._device) for name, entry in batch.items()}
-        # By now the copies of the batch before are done. That is to be sure: a reader of rows uses
-        # the memory that it gave two batches ago again.
+        # The copies of the batch before have long ended. Only to be sure: a reader of rows uses
+        # the memory of two batches ago again.
         self._copied.synchronize()
         with torch.cuda.stream(self._stream):
             sent = {name: _sent(entry, self._device) for name, entry in batch.items()}
@@ -55,7 +54,7 @@ class Uploader:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for name, entry in sent.items():
-            # Those that were sent, whose memory is this stream's.
+            # Memory of the copying stream; entries that were there already are not.
             if entry is not batch[name]:
                 entry.record_stream(current)
         if wait:

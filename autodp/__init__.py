@@ -1,14 +1,14 @@
 """Decide who trains what: topology, groups, moving state between ranks, sharding the data.
 
-topology ─► groups ─► gradient_reducer ─► rank_sums: messages, or shared_memory within a node
-    └─────► moves ─► redistribute: shard_pieces in rounds       sampler: whose samples
+topology ─► groups ─► gradient_reducer ─► rank_sums: messages, or shared memory within a node
+    └─────► moves ─► redistribute: in rounds of pieces       sampler: whose samples
 """
 
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import GroupPool, Groups, link_device
 from autodp.messages import PeerError, broadcast_json, broadcast_tensor, gather_json, waiting_for
 from autodp.moves import ROUND_BYTES, Holders, Move, largest_incoming_bytes, plan_moves
-from autodp.redistribute import ShardStore, move_shards
+from autodp.redistribute import Shard, ShardStore, move_shards
 from autodp.sampler import (
     EpochOrder,
     EpochSampler,
@@ -17,7 +17,6 @@ from autodp.sampler import (
     shuffled,
     shuffled_by_length,
 )
-from autodp.shard_pieces import Shard
 from autodp.topology import Topology
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Sum the replicas' gradients while the last backward still runs.
 
-Why not DistributedDataParallel: it re-arranges its buckets after the first backward (so a resumed
-run sums in another order), needs a forward on every replica, and must be told through private
-calls which micro-batch is the last. Here buckets are fixed, and armed for one backward.
+DistributedDataParallel re-arranges its buckets after the first backward, so a resumed run would
+sum in another order. It also needs a forward on every replica, and private calls to learn which
+micro-batch is the last. Here buckets are fixed, and armed for one backward.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Bucket:
-    """Hold parameters whose gradients travel as one message, and what is told beside them.
+    """Hold parameters whose gradients travel as one message, each with a flag.
 
         | gradient | gradient | ... | in use, each parameter |
 
-    A parameter no sample used must have no gradient afterwards, or the optimizer would decay it;
-    its flag, summed with the gradients, tells it from one that only this replica did not use.
+    A parameter that no sample used must get no gradient, or the optimizer would decay it. Its
+    flag, summed like the gradients, says whether any replica used it.
     """
 
     def __init__(self, parameters: list[nn.Parameter], sums: Sums) -> None:
@@ -33,15 +33,14 @@ class _Bucket:
         sizes, parts = [p.numel() for p in parameters], _parts(parameters)
         self._flat = sums.empty(sum(parts), parameters[0].dtype)
         gradients, self._in_use = self._flat.split(parts)
-        # A gradient has its parameter's strides, as autograd's own: fused optimizers work on
-        # memory.
+        # With the parameter's strides, as autograd's own gradients: fused optimizers rely on them.
         self._views = [
             part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
             for part, parameter in zip(gradients.split(sizes), parameters, strict=True)
         ]
 
     def send(self, sums: Sums) -> None:
-        # Flags are filled in place: a copy from the host would stall a GPU's backward.
+        # Filled in place: a copy from the host would stall a GPU's backward.
         self._in_use.fill_(1)
         for i, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if parameter.grad is None:
@@ -55,6 +54,7 @@ class _Bucket:
         """Give the parameters their sums; return what this replica brought."""
         brought = {parameter: parameter.grad for parameter in self.parameters}
         all_here = all(gradient is not None for gradient in brought.values())
+        # `tolist` waits for the device, so only if this replica lacks a gradient.
         used = [True] * len(brought) if all_here else (self._in_use > 0).tolist()
         for parameter, view, in_use in zip(self.parameters, self._views, used, strict=True):
             parameter.grad = view if in_use else None
@@ -62,11 +62,11 @@ class _Bucket:
 
 
 class _Table:
-    """Add up an embedding's gradient by the rows that any replica has touched.
+    """Add up only those rows of an embedding's gradient that any replica has touched.
 
         | rows touched, a count each | in use |        then        | a touched row | ... |
 
-    A batch touches few of a vocabulary's rows; those of the others are zeros everywhere.
+    A batch touches few of a vocabulary's rows; the others are zeros on every replica.
     """
 
     def __init__(self, parameter: nn.Parameter, sums: Sums) -> None:
@@ -83,8 +83,8 @@ class _Table:
         if gradient is None:
             self._counts.zero_()
         else:
-            # By their bits: squares of small values would be zeros, and -0.0 is to become 0.0 on
-            # all replicas.
+            # By their bits: squares of small values would be 0, and -0.0 must become 0.0 on all
+            # replicas.
             bits = gradient.view(_BITS[gradient.itemsize])
             self._counts[:-1].copy_((bits.amax(dim=1) != 0) | (bits.amin(dim=1) != 0))
             self._counts[-1] = 1
@@ -121,14 +121,13 @@ class GradientReducer:
     Args:
         parameters: the stage's trainable parameters in forward order; the same on every replica.
         bucket_bytes: gradients are summed in vectors of about this size.
-        tables: those of the parameters of whose rows a batch touches few, (rows, width) on the
-            CPU; the same on every replica. A gradient of theirs is read once more, and only the
-            rows that any replica has touched are summed.
+        tables: parameters, (rows, width) on the CPU, of whose rows a batch touches few; the same
+            on every replica. Only rows that any replica has touched are summed.
         on_one_node: whether the replicas may share memory; the same on all of them.
     Attributes:
-        own_gradients: what this replica brought to the last sums, a second copy of all gradients
-            (of a table's, the rows that were summed): clear it where no one asks where a NaN came
-            from.
+        was_early: whether a gradient grew after its bucket was sent; see `finish`.
+        own_gradients: this replica's part of the last sums (of a table, the rows that were
+            summed), to find where a NaN came from. A second copy of all gradients: clear it soon.
     Source: the bucketing and overlap of Li et al., "PyTorch Distributed" (VLDB 2020), section 3.
     """
 
@@ -174,10 +173,10 @@ class GradientReducer:
 
         A replica without samples calls it without arm(): it contributes zeros.
 
-        A backward may report a parameter a second time, after its bucket has left: a block that is
-        called several times under reentrant checkpointing has a backward for each call. Then
-        `was_early` is set, and the replicas, once they have told each other, send everything
-        `again`. From then on they wait for the backward's end.
+        A backward may report a parameter again after its bucket was sent: a block called several
+        times under reentrant checkpointing has a backward for each call. Then `was_early` is set.
+        The replicas tell each other, and all send everything `again`. From then on they send at
+        the end of a backward.
 
         Raises:
             PeerError: a replica is gone, or has sent nothing within the group's time limit.
@@ -195,11 +194,13 @@ class GradientReducer:
             bucket.send(self._sums)
         if again:
             self._overlaps, self.was_early = False, False
+            # The first messages must end before their memory is written again.
             self._sums.complete()
             for bucket in self._buckets:
                 bucket.send(self._sums)
         self._sums.complete()
         if self._tables:
+            # Only now it is known which rows any replica has touched.
             for table in self._tables:
                 table.send_rest(self._sums)
             self._sums.complete()
@@ -221,7 +222,7 @@ class GradientReducer:
         number = self._bucket_of[parameter]  # type: ignore[index]
         self.was_early = self.was_early or number < self._next
         self._missing[number].discard(parameter)
-        # Replicas must issue messages in the same order: a full bucket waits for those before it.
+        # Replicas must send in the same order, so a full bucket waits for those before it.
         while self._next < len(self._buckets) and not self._missing[self._next]:
             self._buckets[self._next].send(self._sums)
             self._next += 1
@@ -230,10 +231,7 @@ class GradientReducer:
 def _fill_buckets(
     parameters: Sequence[nn.Parameter], bucket_bytes: int, tables: Collection[nn.Parameter]
 ) -> list[list[nn.Parameter]]:
-    """Pack parameters from the last to the first, the order in which a backward finishes them.
-
-    Tables stand alone.
-    """
+    """Pack parameters from last to first, as a backward finishes them; tables stand alone."""
     groups: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
@@ -247,5 +245,5 @@ def _fill_buckets(
 
 
 def _parts(parameters: list[nn.Parameter]) -> tuple[int, int]:
-    """Return the values of a bucket's gradients and of its flags."""
+    """Return the numbers of values: of a bucket's gradients, and of its flags."""
     return sum(p.numel() for p in parameters), len(parameters)

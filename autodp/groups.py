@@ -1,9 +1,9 @@
 """Build the process groups of topologies: over gloo ahead of the first step, else at transitions.
 
-A gloo group costs a rank 11-15 ms to build (2 to 8 ranks on two cores, meeting through a file),
-and to keep idle sockets and three threads, one of which wakes 100 times a second: all lengths'
-groups are built at the start, and no transition waits for one. An NCCL communicator holds memory
-of its GPU, and is built when it is needed.
+Building a gloo group takes a rank 11-15 ms (2 to 8 ranks on two cores, meeting through a file).
+Keeping it takes idle sockets and three threads, one of which wakes 100 times a second. So groups
+of all lengths are built at the start, and no transition waits. An NCCL communicator holds memory
+of its GPU, so it is built when it is needed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ import torch.distributed as dist
 from autodp.topology import Topology
 
 _MOST_CONNECTIONS = 512
-"""Sockets that groups built ahead may keep open in a process, half of what systems commonly allow.
-Pipelines of all lengths over 128 ranks need 494."""
+"""Sockets that groups built ahead may keep open in a process: half of the common limit.
+128 ranks need 494 for pipelines of all lengths."""
 
 _NCCL_PATIENCE = 2.0
-"""How many times a time limit NCCL's own is: it ends the process and names nobody, so that it is
-only for what nothing else limits. It also counts from when the host issues an operation, perhaps a
-step before the GPU comes to it."""
+"""NCCL's own time limit, as a multiple of ours. NCCL ends the process and names no rank, so ours
+must come first. It counts from an operation's launch, perhaps a step before the GPU runs it."""
 
 
 def link_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
-    """Return where what lives on a device travels: there over NCCL, else through the CPU."""
+    """Return the device that messages travel from: the tensor's own over NCCL, else the CPU."""
     on_nccl = group is not None and "cuda:nccl" in dist.get_backend_config(group).split(",")
     return device if device.type == "cuda" and on_nccl else torch.device("cpu")
 
@@ -41,9 +40,9 @@ class Groups:
     """Hold the groups one rank belongs to; None where a group would have one member.
 
     Attributes:
-        forward: the pipeline's ranks, for what travels from stage j to j + 1.
-        backward: the same, for what travels back. On NCCL a communicator of its own, as a link's
-            two directions must not queue behind each other; with gloo, which has tags, the same.
+        forward: the pipeline's ranks, for messages from stage j to j + 1.
+        backward: the same ranks, for messages back. With NCCL another communicator, as the two
+            directions must not queue behind each other; gloo has tags, so it is `forward`.
         stage: the replicas of this rank's stage, for gradients.
     """
 
@@ -52,15 +51,14 @@ class Groups:
     stage: dist.ProcessGroup | None
 
     def limit_waits(self, timeout_s: float) -> None:
-        """Let collectives in these groups fail after so many seconds from now on."""
+        """Let collectives in these groups fail after `timeout_s` from now on."""
         for group in self._distinct():
             group.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """End what is under way on GPUs in these groups, for good; any thread may call it."""
-        # Freeing a communicator waits for all kernels of its GPU, and those of another group end
-        # only when that is told too: tell all at the same time. torch does the same for the
-        # communicators of one group, of which a stage between two others has several.
+        """End all GPU operations in these groups, for good; any thread may call it."""
+        # Freeing a communicator waits for all kernels of its GPU, and another group's kernels end
+        # only when that group is aborted too. So abort all groups at the same time.
         threads = [threading.Thread(target=group.abort, daemon=True) for group in self._distinct()]
         for thread in threads:
             thread.start()
@@ -79,12 +77,12 @@ class Groups:
 
 @final
 class GroupPool:
-    """Hold the groups of the present topology, and over gloo those of all that are likely.
+    """Hold the groups of the present topology, and over gloo those of all likely topologies.
 
     Args:
-        on_cuda: whether messages are in the memory of GPUs, over NCCL.
+        on_cuda: whether messages are in GPU memory, over NCCL.
         timeout_s: longest wait for the other ranks while groups are built.
-        backend: what groups are made with; None is as the default group.
+        backend: None for the default group's.
     """
 
     def __init__(
@@ -106,8 +104,8 @@ class GroupPool:
     def open(self, topology: Topology, *, timeout_s: float) -> Groups:
         """Return the groups of a topology; every rank of the world calls it at the same point.
 
-        A collective in these groups fails after `timeout_s`; over NCCL it ends the process, and
-        later than other time limits.
+        A collective in these groups fails after `timeout_s`; over NCCL later, and then it ends the
+        process.
         """
         for other in (*self._ahead, topology):
             if other.length not in self._built:
@@ -139,11 +137,11 @@ def build_groups(
     forward = _own_group(topology.pipelines, rank, timeout_s, backend)
     if not on_cuda:
         return Groups(forward, forward, stage)
-    # A spare is in none of them, and yet takes part in making each.
+    # A spare is in no group, yet `new_group` needs every rank of the world.
     backward = _own_group(topology.pipelines, rank, timeout_s, backend)
     device = torch.device("cuda")
     if stage is not None:
-        # NCCL blocks in a group's first sum, and a replica without samples would join it late.
+        # NCCL blocks in a group's first sum; a replica without samples would join it late.
         dist.all_reduce(torch.zeros(1, device=device), group=stage)
     if forward is None:
         return Groups(forward, backward, stage)
@@ -162,8 +160,8 @@ def open_links(
 ) -> None:
     """Pass one number from each rank to the next, first link first.
 
-    NCCL builds a link's communicator at its first message, and both ends block in it. Left to the
-    schedule, a stage that posts a receive ahead would block before it sends what the answer needs.
+    NCCL builds a link's communicator at its first message, and both ends block meanwhile. In the
+    schedule a stage that posts a receive early would block before it sends what its peer needs.
     """
     number = torch.zeros(1, device=device)
     for source, destination in pairwise(ranks):
@@ -176,7 +174,7 @@ def open_links(
 def _own_group(
     members: Sequence[tuple[int, ...]], rank: int, timeout_s: float, backend: str | None
 ) -> dist.ProcessGroup | None:
-    """Create a group of each member list, in the same order on every rank; return this rank's."""
+    """Create a group for each list of members, in order on every rank; return this rank's."""
     own = None
     for ranks in members:
         if len(ranks) > 1:

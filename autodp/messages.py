@@ -1,6 +1,6 @@
-"""Send plain values between ranks, and say who was waited for where a wait fails.
+"""Send plain values between ranks, and name the ranks waited for when a wait fails.
 
-Values travel as JSON bytes: nothing that arrives is ever executed, as pickle would be.
+Values travel as JSON, not pickle: nothing that arrives is ever executed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _MOST_NAMED = 8
 _MESSAGE_BYTES = 64 << 20
-"""Of a message of a tensor; gloo keeps a copy of one that is under way."""
+"""Largest message of a tensor; gloo keeps a copy of a message under way."""
 
 
 class PeerError(RuntimeError):
@@ -27,12 +27,12 @@ class PeerError(RuntimeError):
 def waiting_for(
     what: str, group: dist.ProcessGroup | None, *, source: int | None = None
 ) -> Iterator[None]:
-    """Turn the failure of a wait inside it into one that names the ranks waited for.
+    """Turn a failed wait inside it into an error that names the ranks waited for.
 
     Args:
-        source: global rank of the one of the group that is waited for, where it is one.
+        source: global rank, if the wait is for one rank of the group.
     Raises:
-        PeerError: the wait failed; torch's own message, which names nobody, is its end.
+        PeerError: the wait failed; it ends with torch's own message, which names no rank.
     """
     try:
         yield
@@ -56,11 +56,12 @@ def broadcast_json(value: Any, *, group: dist.ProcessGroup | None) -> Any:
 
     Args:
         value: anything JSON holds; floats survive exactly, tuples arrive as lists.
-        group: with a CPU backend; None where the world is one process.
+        group: with a CPU backend; None for a world of one process.
     Raises:
         PeerError: a rank is gone, or silent for longer than the group's time limit.
     """
     if group is None:
+        # Through JSON here, too, so that one process gets what several would get.
         return json.loads(json.dumps(value))
     payload = _encode(value if dist.get_rank() == 0 else None)
     length = torch.tensor([payload.numel()])
@@ -85,6 +86,7 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     with waiting_for("answers", group):
         dist.all_gather(lengths, torch.tensor([payload.numel()]), group=group)
+        # all_gather needs equal sizes.
         padded = nn.functional.pad(payload, (0, int(max(lengths)) - payload.numel()))
         gathered = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(gathered, padded, group=group)
@@ -97,11 +99,11 @@ def broadcast_tensor(
     """Give every rank of the group a rank's tensor, in messages of bounded size.
 
     Args:
-        tensor: contiguous, on the CPU, of one shape and dtype on all ranks; it is overwritten
-            everywhere but at the source.
+        tensor: contiguous, on the CPU, of one shape and dtype on all ranks; overwritten on all but
+            the source.
         source: global rank.
-        group: with a CPU backend; None where the world is one process.
-        what: is named where a wait fails.
+        group: with a CPU backend; None for a world of one process.
+        what: named in the error if a wait fails.
     Raises:
         PeerError: a rank is gone, or silent for longer than the group's time limit.
     """

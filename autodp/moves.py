@@ -1,15 +1,15 @@
 """Plan which rank sends what to which rank, and in which order.
 
-What moves is a *piece*: a named part of what ranks hold, with its size. A piece crosses the
-network once for every node that has none of it; the rank it arrives at passes it on within its
-node. Two nodes of two ranks, pieces a and b, which rank 0 holds and all shall hold::
+A *piece* is a named part of what ranks hold, with its size. A piece crosses the network once for
+every node that lacks it; the rank it arrives at passes it on within its node. Two nodes of two
+ranks, pieces a and b, which rank 0 holds and all ranks need::
 
     round    0 -> 1   0 -> 2   0 -> 3   2 -> 3   3 -> 2
       0       a b       a        b
       1                                   a        b
 
-Rounds bound the memory of a rank, which receives into fresh memory and gives up what it has sent
-when a round ends: it holds never more than it held at first, or will hold at last, and one round.
+Rounds bound a rank's memory. It receives into new memory, and frees what it has sent when a round
+ends. So it never holds more than at first or at last, whichever is more, and one round.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 ROUND_BYTES = 64 << 20
-"""What a rank receives in a round: 510 MB over gloo took 0.42 s in rounds of 16 MiB, 0.39 of 32,
-and 0.37 of 64 (medians of 6, two cores)."""
+"""Most bytes a rank receives in a round. 510 MB over gloo took 0.42 s in rounds of 16 MiB, 0.39 s
+in 32, and 0.37 s in 64 (medians of 6, two cores)."""
 
 Holders = Mapping[str, frozenset[int]]
 """For each piece, the ranks that hold it."""
@@ -31,7 +31,7 @@ Holders = Mapping[str, frozenset[int]]
 class Move:
     """Send one piece from a rank that holds it to one that needs it.
 
-    A rank begins a round when its own moves of those before have ended.
+    A rank begins a round when its own moves of earlier rounds have ended.
     """
 
     piece: str
@@ -50,10 +50,10 @@ def plan_moves(
 ) -> tuple[Move, ...]:
     """Plan who sends what, so that every rank in `after` holds its pieces.
 
-    The sender is a holder on the receiver's own node where there is one; equally near holders
-    share the bytes to send. A rank drops a piece that it need not hold when it has sent it to all
-    its receivers. The moves are in order of their rounds; a piece larger than `round_bytes` has
-    its receiver's round to itself.
+    The sender is a holder on the receiver's own node, if there is one; equally near holders share
+    the bytes to send. A rank drops a piece that it need not hold once it is sent to all its
+    receivers. Moves are in order of their rounds. A piece larger than `round_bytes` is alone in
+    its receiver's round.
 
     Raises:
         ValueError: a piece is needed that nobody holds.
@@ -64,7 +64,7 @@ def plan_moves(
 
 
 def check_holders(before: Holders, after: Holders) -> None:
-    """Raise a ValueError if something is needed that nobody holds."""
+    """Raise a ValueError if a piece is needed that no rank holds."""
     for name, needed in after.items():
         if needed and not before.get(name):
             raise ValueError(f"no rank holds {name!r}, which rank {min(needed)} needs")
@@ -84,7 +84,7 @@ _Pair = tuple[str, int, int]
 def _choose_sources(
     before: Holders, after: Holders, num_bytes: Mapping[str, int], slots_per_node: int
 ) -> Iterator[_Pair]:
-    """Name for each rank that lacks a piece the one that sends it."""
+    """Choose a sender for each rank that lacks a piece."""
     sent, crossed = Counter[int](), Counter[int]()
 
     def node_of(rank: int) -> int:
@@ -131,9 +131,9 @@ def _in_rounds(
             if source in holders[piece] and fits and has_room:
                 incoming[destination] = coming
                 chosen.append((piece, source, destination))
-        # Some receiver always has room. A rank without any holds more than it will at last, so it
-        # has more bytes to give up than to receive; if that were so for every receiver, more bytes
-        # would be on their way out of them than into them, and each way out leads to a receiver.
+        # Some receiver always has room. A rank without room holds more than it will at last, so
+        # it has more bytes to send than to receive. That cannot hold for all receivers, as all
+        # bytes sent are received by one of them.
         assert chosen
         for piece, source, destination in chosen:
             yield Move(piece, source, destination, number)
@@ -153,7 +153,7 @@ def _bytes_held(
     num_bytes: Mapping[str, int],
     round_bytes: int,
 ) -> tuple[Counter[int], dict[int, int]]:
-    """Return what ranks hold at first of the pieces that move, and the most they may ever hold."""
+    """Return the bytes of moving pieces that ranks hold at first, and the most they may hold."""
     senders = {(piece, source) for piece, source, _ in pairs}
     sizes = {piece: num_bytes[piece] for piece, _, _ in pairs}
     first, last = Counter[int](), Counter[int]()

@@ -1,16 +1,21 @@
-"""Add up the ranks' vectors: by messages, or where the ranks share memory in that.
+"""Add up the ranks' vectors, by messages or in memory that ranks on one machine share.
 
     shared memory, 2 ranks      rank 0               rank 1
     begin                       writes a             writes b            each into its own memory
     complete                    a0 <- a0 + b0        b1 <- a1 + b1       each a part of the sum
                                 a1 <- b1             b0 <- a0            and the others' parts
 
-Between the lines all ranks tell each other that they are done. Every part is added up once, by one
-rank, and copied: the sums are equal bit by bit.
+Between these lines all ranks tell each other that they are done. One rank adds each part up, and
+the others copy it. So the sums are equal bit by bit.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import secrets
+import sys
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -18,48 +23,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autodp.groups import link_device
-from autodp.messages import waiting_for
-from autodp.shared_memory import share_memory
+from autodp.messages import gather_json, waiting_for
 
 _ALIGN_BYTES = 64
+_HEADER_BYTES = 64
+_TOKEN_BYTES = 16
 
 
 def sums_of(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Sums:
-    """Choose how the ranks of a group add up vectors of so many bytes together. Collective."""
+    """Choose how a group adds up vectors of `num_bytes` together. Collective."""
     if device.type == "cpu" and (pieces := share_memory(group, num_bytes)) is not None:
         return SharedSums(group, pieces)
     return MessageSums(group, device)
 
 
 def reserved_bytes(num_values: int, dtype: torch.dtype) -> int:
-    """Return what a vector takes of the bytes that `sums_of` is told."""
+    """Return what a vector adds to the `num_bytes` of `sums_of`."""
     return -(-num_values * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class MessageSums:
-    """Send vectors as messages, while whatever comes before `complete` is computed."""
+    """Send vectors as messages, while the backward goes on until `complete`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._begun: list[tuple[Tensor, Tensor, dist.Work]] = []
 
     def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a vector; every rank asks for the same ones, in the same order."""
-        # Every value is written before it is sent; zeros would touch all of the memory already.
+        """Return memory for a vector; every rank asks for the same vectors, in the same order."""
+        # Not zeros: these would touch all of the memory now, and every value is written later.
         return torch.empty(num_values, dtype=dtype, device=self._device)
 
     def begin(self, vector: Tensor, num_values: int | None = None) -> None:
-        """Say that a vector from `empty` is written; every rank does so in the same order.
-
-        Args:
-            num_values: so many of its first values are to be added up; None for all.
-        """
+        """Begin to sum a vector from `empty`, or its first values; in one order on every rank."""
         vector = vector[:num_values]
         message = _on_link(vector, self._group)
         self._begun.append((vector, message, _begin_sum(message, self._group)))
 
     def complete(self) -> None:
-        """Wait until all vectors that were begun hold the sums.
+        """Wait until all vectors hold the sums.
 
         Raises:
             PeerError: a rank is gone, or silent for longer than the group allows.
@@ -72,7 +74,7 @@ class MessageSums:
 
 
 class SharedSums:
-    """Do as `MessageSums` in memory that all ranks see; only that they are done travels."""
+    """Do as `MessageSums` in memory that all ranks see; messages only say that a rank is done."""
 
     def __init__(self, group: dist.ProcessGroup, pieces: list[Tensor]) -> None:
         self._group = group
@@ -111,7 +113,7 @@ class SharedSums:
             for part in range(len(parts[0])):
                 if part != self._rank:
                     parts[self._rank][part].copy_(parts[part][part])
-        # Whoever went on could change what others still copy.
+        # A rank that went on could change its part while others still copy it.
         _await(self._tell_all(), self._group)
 
     def _tell_all(self) -> dist.Work:
@@ -141,3 +143,60 @@ def _on_link(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
         return vector
     host = torch.empty_like(vector, device=place, pin_memory=torch.cuda.is_available())
     return host.copy_(vector)
+
+
+def share_memory(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor] | None:
+    """Make one piece of memory for each rank of a group, seen by all ranks. Collective.
+
+    It has no name on any disk, and is freed with its last tensor, even after a kill.
+
+    Returns:
+        (num_bytes,) uint8 on the CPU for each rank, in order, aligned to 64 bytes; None on all
+        ranks if they are not on one Linux machine, or it has no room.
+    """
+    descriptor, token = -1, secrets.token_bytes(_TOKEN_BYTES)
+    with suppress(OSError):
+        descriptor = _create(token, _HEADER_BYTES + num_bytes)
+    try:
+        offer = None if descriptor < 0 else [os.getpid(), descriptor, token.hex()]
+        offers = gather_json(offer, group=group)
+        pieces: list[Tensor] = []
+        if None not in offers:
+            # On another machine the path leads nowhere, or to a file with another token.
+            with suppress(OSError, ValueError):
+                pieces = [
+                    _map(f"/proc/{pid}/fd/{number}", bytes.fromhex(wanted), num_bytes)
+                    for pid, number, wanted in offers
+                ]
+        # Also keeps this descriptor open until all ranks have mapped it.
+        is_shared = all(gather_json(bool(pieces), group=group))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return pieces if is_shared else None
+
+
+def _create(token: bytes, num_bytes: int) -> int:
+    """Return the descriptor of memory that begins with a token, every byte of it reserved."""
+    if sys.platform != "linux":
+        raise OSError("only Linux has memory that a path under /proc leads to")
+    descriptor = os.memfd_create("pipetransformer", os.MFD_CLOEXEC)
+    try:
+        # Reserved now: a write to memory that is not there would end the process with SIGBUS.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        os.pwrite(descriptor, token, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _map(path: str, token: bytes, num_bytes: int) -> Tensor:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.pread(descriptor, _TOKEN_BYTES, 0) != token:
+            raise ValueError(f"{path} is other memory than was offered")
+        mapping = mmap.mmap(descriptor, _HEADER_BYTES + num_bytes)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=_HEADER_BYTES)

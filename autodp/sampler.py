@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 _POOLED_BATCHES, _POOLS = 50, 4
-"""Batches, at most, whose samples are sorted together, and pools, at least, of an epoch: batches
-are to have about equal lengths, and other samples in every epoch."""
+"""Most batches that are sorted together, as a pool, and fewest pools of an epoch. Large pools give
+equal lengths; many pools give batches of other samples in every epoch."""
 
 
 EpochOrder = Callable[[int], Tensor]
@@ -17,11 +17,7 @@ EpochOrder = Callable[[int], Tensor]
 
 
 class EpochSampler:
-    """Cut an epoch's dataset indices into global batches.
-
-    Args:
-        order: of an epoch's samples: a function of nothing but the epoch, the same on every rank.
-    """
+    """Cut an epoch's dataset indices into global batches; every rank has the same order."""
 
     def __init__(self, num_samples: int, order: EpochOrder) -> None:
         if num_samples < 1:
@@ -32,17 +28,14 @@ class EpochSampler:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def global_batch(self, epoch: int, position: int, size: int) -> Tensor:
-        """Return the indices of the global batch that begins at a sample of an epoch.
-
-        They are (min(size, num_samples - position),) int64 on CPU.
-        """
+        """Return the global batch at a position: (min(size, num_samples - position),) int64."""
         if epoch != self._epoch:
             self._order, self._epoch = self._order_of(epoch), epoch
         return self._order[position : position + size].clone()
 
 
 def checked_order(num_samples: int, order: EpochOrder) -> EpochOrder:
-    """Return a user's order, which raises a ValueError where it has not every index once."""
+    """Return a user's order that raises a ValueError if it has not every index once."""
 
     def checked(epoch: int) -> Tensor:
         found = torch.as_tensor(order(epoch), dtype=torch.int64)
@@ -57,7 +50,7 @@ def checked_order(num_samples: int, order: EpochOrder) -> EpochOrder:
 
 
 def shuffled(num_samples: int, *, seed: int) -> EpochOrder:
-    """Return an order that is a pure function of (seed, epoch)."""
+    """Return an order that depends on (seed, epoch) alone."""
 
     def order(epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
@@ -67,12 +60,11 @@ def shuffled(num_samples: int, *, seed: int) -> EpochOrder:
 
 
 def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochOrder:
-    """Return an order in which samples of about equal lengths are in one batch.
+    """Return an order that puts samples of about equal lengths into one batch.
 
     Args:
         lengths: (N,) of the samples.
-        batch_size: of a global batch; samples of several batches at a time are sorted, the
-            longest first.
+        batch_size: of a global batch; each pool of several batches is sorted, longest first.
     Source: the grouping of transformers' LengthGroupedSampler.
     """
     shuffle = shuffled(len(lengths), seed=seed)

@@ -6,13 +6,12 @@ Legend: K stages a pipeline, R replicas, world = K * R ranks, rank = replica * K
                       stage 0   0    2    4    6      stage group of stage 0: ranks 0 2 4 6
                       stage 1   1    3    5    7      pipeline group of replica 1: ranks 2 3
 
-Where K leaves a remainder, the last ranks of each node, or of the world where a pipeline spans
-nodes, are spares. They are the stage and the replica after the last, and in no pipeline.
+Where K leaves a remainder, the last ranks of each node are spares; of the world, if a pipeline
+spans nodes. A spare is in no pipeline; its stage is K and its replica R.
 
     2 nodes of 3 slots, K = 2:   pipelines 0 1 and 3 4, spares 2 and 5
 
-Or all ranks are one pipeline whose stages have several workers each, which take micro-batches in
-turn; the stages' ranks follow each other:
+Or all ranks are one pipeline whose stages have several workers, which take micro-batches in turn:
 
     4 ranks, 2 and 1 and 1 workers:   stage 0: ranks 0 1, stage 1: rank 2, stage 2: rank 3
 """
@@ -34,9 +33,8 @@ class Topology:
     Args:
         slots_per_node: device slots (ranks) of one node.
         length: stages of a pipeline (K).
-        max_replicas: most pipelines; the ranks of further ones are spares. None for no limit.
-        stage_workers: of one pipeline of all ranks, the workers of each stage; None for pipelines
-            with one each.
+        max_replicas: most pipelines; further ranks are spares. None for no limit.
+        stage_workers: workers of each stage of one pipeline of all ranks; None for one each.
     Raises:
         ValueError: there is no rank or no slot, or no pipeline of this length is possible.
     """
@@ -68,22 +66,20 @@ class Topology:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Return how many ranks of a pipeline each of its stages has."""
+        """Return the number of ranks of each stage of a pipeline."""
         return self.stage_workers or (1,) * self.length
 
     @property
     def common_turn(self) -> int:
-        """Return after how many micro-batches every stage's turn is its first worker's again."""
+        """Return the number of micro-batches after which all turns are at first workers again."""
         return lcm(*self.workers)
 
     @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every pipeline, first stage first.
-
-        A node's, or consecutive nodes', are packed.
-        """
+        """Return the ranks of every pipeline, first stage first."""
         if self.stage_workers is not None:
             return (tuple(range(self.num_ranks)),)
+        # A node, or the consecutive nodes that one pipeline spans: no pipeline crosses a block.
         block = max(self.slots_per_node, self.length)
         ranks = range(self.num_ranks)
         packed = (ranks[start : start + block] for start in ranks[::block])
@@ -96,12 +92,10 @@ class Topology:
 
     @property
     def replicas(self) -> int:
-        """Return how many pipelines train side by side."""
         return len(self.pipelines)
 
     @property
     def spares(self) -> tuple[int, ...]:
-        """Return the ranks that no pipeline has a stage for."""
         return tuple(rank for rank in range(self.num_ranks) if self.is_spare(rank))
 
     def is_spare(self, rank: int) -> bool:
@@ -115,12 +109,12 @@ class Topology:
         return bisect_right(self._ends, self.pipelines[replica].index(rank))
 
     def worker_of(self, rank: int) -> int:
-        """Return which of the workers of its stage, in its pipeline, a rank is."""
+        """Return a rank's number among the workers of its stage, in its pipeline."""
         replica, stage = self.replica_of(rank), self.stage_of(rank)
         return 0 if stage == self.length else self.stage_of_replica(replica, stage).index(rank)
 
     def stage_of_replica(self, replica: int, stage: int) -> tuple[int, ...]:
-        """Return the ranks of one pipeline that run a stage, in the order of their turns."""
+        """Return the ranks of one pipeline that run a stage, in order of their turns."""
         end = self._ends[stage]
         return self.pipelines[replica][end - self.workers[stage] : end]
 
@@ -129,7 +123,7 @@ class Topology:
         return self._replica_of.get(rank, self.replicas)
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same stage: of each replica all its workers."""
+        """Return the ranks that hold a stage, in all replicas."""
         return tuple(
             rank
             for replica in range(self.replicas)
@@ -137,7 +131,6 @@ class Topology:
         )
 
     def is_on_one_node(self, ranks: Iterable[int]) -> bool:
-        """Tell whether all of some ranks are slots of one node."""
         return len({rank // self.slots_per_node for rank in ranks}) == 1
 
     @cached_property
@@ -146,7 +139,7 @@ class Topology:
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        """Return behind which of a pipeline's ranks each stage ends."""
+        """Return where each stage ends among a pipeline's ranks."""
         return tuple(accumulate(self.workers))
 
     def _is_possible(self, length: int) -> bool:

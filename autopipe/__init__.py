@@ -3,8 +3,8 @@
 gpipe/     the drop-in module       engine/    one stage's program    trace/   what ran when
 balance/   layers over partitions   plan/      predict and choose     profile/ what layers cost
 skip/      skip connections         cluster/   a described machine    threads/ stages as threads
-stashing/  weights that go on       pipedream/ replicated stages      schedule who runs what when
-partition  split a chain            loss/      joined from parts
+stashing   versions of weights      pipedream/ replicated stages      schedule what runs in order
+partition  split a chain            loss/      joined from parts      random_state compare states
 """
 
 from autopipe import balance, skip

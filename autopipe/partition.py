@@ -1,7 +1,6 @@
-"""Split a chain of sublayers into contiguous parts, one a pipeline stage.
+"""Split a chain of sublayers into contiguous parts, one for each pipeline stage.
 
-A split is written as its boundaries: part k holds the units from boundaries[k] up to, but not
-with, boundaries[k + 1].
+A split is its boundaries: part k holds the units boundaries[k] .. boundaries[k + 1] - 1.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ def best_split(
     feasible: Feasible | None = None,
     grows: bool = True,
 ) -> tuple[int, ...] | None:
-    """Find the contiguous split whose dearest part is cheapest, of those the most even one.
+    """Find the contiguous split whose dearest part is cheapest; of several, the most even.
 
-    No part is empty, so there must be as many units. A first pass finds the smallest largest cost,
-    a second one the smallest sum of squares under it. Returns num_parts + 1 boundaries; None where
-    no split is feasible.
+    No part is empty. A first pass finds the smallest largest cost. A second pass finds the
+    smallest sum of squares under it.
 
     Args:
         feasible: None allows every part.
-        grows: whether no part's cost shrinks as it takes in more units below, so that the search
-            may stop at the first that is too dear.
+        grows: whether a part never gets cheaper by taking more units below.
+    Returns:
+        num_parts + 1 boundaries; None if no split is feasible.
     """
-
     allowed = feasible or (lambda part, first, last: True)
 
     def solve(join: _Join, *, limit: float) -> _Split:
         """Minimise the joined costs of all parts, none above the limit."""
-        # best[u] is the best split of the first u units into the parts so far.
+        # best[u] splits the first u units into the parts so far.
         best = [(0.0, (0,))] + [_NONE] * num_units
         for part in range(num_parts):
+            # A unit at least for each part below and above.
             ends = range(part + 1, num_units - (num_parts - part - 1) + 1)
             extended = [extend(best[:last], part, join, limit) for last in ends]
             best = [_NONE] * ends.start + extended + [_NONE] * (num_units + 1 - ends.stop)
@@ -63,7 +62,7 @@ def best_split(
         for first in range(last - 1, part - 1, -1):
             cost = part_cost(part, first, last)
             if cost > limit or join(0.0, cost) >= found[0]:
-                if grows:  # A longer part costs more still, so no smaller `first` can help.
+                if grows:  # Smaller `first` only makes the part dearer.
                     break
                 continue
             joined = join(best[first][0], cost)
@@ -74,7 +73,7 @@ def best_split(
     dearest, _ = solve(max, limit=math.inf)
     if dearest == math.inf:
         return None
-    # The same parts summed in another order differ in the last bits; they count as equal.
+    # The slack of 1e-9: the same parts summed in another order differ in the last bits.
     _, boundaries = solve(lambda total, cost: total + cost * cost, limit=dearest * (1 + 1e-9))
     return boundaries
 
@@ -86,17 +85,17 @@ def per_part(part_cost: PartCost, boundaries: tuple[int, ...]) -> list[float]:
 def greedy_partition(
     sizes: Sequence[float], num_parts: int, *, first_extra: float = 0.0
 ) -> tuple[int, ...]:
-    """Fill part after part up to the mean plus the variance of what is left, as published.
+    """Fill each part up to the mean plus the variance of the remaining sizes, as published.
 
     For comparison only: a variance has the unit of a squared size, so the split depends on the
-    unit, and parts may be empty. Sizes in millions of parameters give the published balance.
+    unit. Sizes in millions of parameters give the published balance. Parts may be empty.
 
-    Part 0 bears `first_extra` besides its units, such as 1/6 of the frozen parameters. Returns
-    num_parts + 1 boundaries.
-
+    Args:
+        first_extra: added to part 0's load, such as 1/6 of the frozen parameters.
+    Returns:
+        num_parts + 1 boundaries.
     Source: PipeTransformer Algorithm 1, load_balance; where it prints B_S[i], B_S[k] is meant.
-    Ours gives the last part all that is left; the strict `<` would drop a unit where the variance
-    is zero.
+    Ours gives the last part all that is left, as the strict `<` drops a unit at zero variance.
     """
     boundaries = [0]
     for part in range(num_parts - 1):

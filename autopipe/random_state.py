@@ -1,4 +1,4 @@
-"""Tell states of the random generators apart."""
+"""Compare states of the random generators, to see whether code between them drew numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state(device: torch.device) -> bytes:
-    """Tell states of the generators apart that layers and losses on a device draw from."""
+    """Return the state of every generator that layers and losses on a device draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -18,7 +18,8 @@ def random_state(device: torch.device) -> bytes:
 
 
 def plain_random_state() -> bytes:
-    """Tell states of Python's and numpy's generators apart, within this process."""
+    """Return the states of Python's and numpy's generators, comparable within this process."""
     numpys: dict[str, Any] = np.random.get_state(legacy=False)
+    # A hash, because Python's state is 625 numbers; equal states have equal hashes.
     state = numpys["state"]
     return f"{hash(random.getstate())} {state['pos']} ".encode() + bytes(state["key"])

@@ -24,15 +24,15 @@ precedes the wait for one and fills what would be idle time.
     stage 1  .. F0 F1 F2 .. .. B2 R1 B1 R0 B0 ..
     stage 2  .. .. F0 F1 F2 B2 R1 B1 R0 B0 .. ..
 
-1F1B on replicated stages, the first of two workers, which take micro-batches in turn: it may take
-twice as long for each without holding the other stage up.
+1F1B on replicated stages. The two workers of stage 0 take micro-batches in turn. So each may take
+twice as long without holding stage 1 up.
 
     stage 0.0  F0 F2 .. B0 .. .. .. B2 .. ..
     stage 0.1  F1 F3 .. .. .. B1 .. .. .. B3
     stage 1    .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
-1F1B without a flush (PipeDream) runs the micro-batches of all batches as one stream, with an
-update behind each batch's last backward; nothing is drawn for it, and nobody waits.
+1F1B without a flush (PipeDream) runs the micro-batches of all batches as one stream. An update
+follows each batch's last backward; it takes no tick here, and no stage waits for it.
 
     stage 0  F0 F1 .. B0 F2 B1 F3 B2 .. B3
     stage 1  .. F0 B0 F1 B1 F2 B2 F3 B3 ..
@@ -63,13 +63,12 @@ class Op(Enum):
 
     @property
     def is_forward(self) -> bool:
-        """Tell whether it is a part of a micro-batch's forward."""
         return self in (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """Do one operation on one micro-batch; an update is of the batch that ends with it."""
+    """Do one operation on one micro-batch; an update belongs to the batch that ends with it."""
 
     op: Op
     micro_batch: int
@@ -77,7 +76,7 @@ class Instruction:
 
 StageProgram = tuple[Instruction, ...]
 Schedule = tuple[StageProgram, ...]
-"""A program a stage; where stages are replicated a program a worker, stage by stage."""
+"""One program for each stage, or for each worker of replicated stages, stage by stage."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class StageWorkers:
     """Number the workers of replicated stages, stage by stage; they take micro-batches in turn.
 
     Raises:
-        ValueError: there is no stage, or one without a worker.
+        ValueError: there is no stage, or a stage has no worker.
     """
 
     replicas: tuple[int, ...]
@@ -96,7 +95,7 @@ class StageWorkers:
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
-        """Return each stage's first worker; behind the last one's, how many workers there are."""
+        """Return each stage's first worker, then the number of all workers."""
         return tuple(accumulate(self.replicas, initial=0))
 
     @cached_property
@@ -108,7 +107,8 @@ class StageWorkers:
         return self.firsts[stage] + micro_batch % self.replicas[stage]
 
     def warm_up(self, stage: int) -> int:
-        """Return how many forwards a worker of a stage runs ahead of its first backward."""
+        """Return how many forwards a worker of a stage runs before its first backward."""
+        # The other workers from this stage upward, shared out over this stage's workers.
         return (self.firsts[-1] - 1 - self.firsts[stage]) // self.replicas[stage]
 
     def names(self) -> list[str]:
@@ -145,10 +145,10 @@ def replicated_one_f_one_b(
     """Alternate forward and backward on stages of several workers each.
 
     Args:
-        num_micro_batches: of one batch, or of all.
-        recomputed: micro-batches of which only the inputs are kept.
-        update_every: micro-batches of a batch, behind each of which the stages update their
-            weights and go on; None where nobody updates before the end.
+        num_micro_batches: of all batches together.
+        recomputed: micro-batches whose forward is repeated before their backward.
+        update_every: micro-batches of a batch; the stages update their weights after each batch
+            and go on. None runs one batch without updates.
     Raises:
         ValueError: a worker would get no micro-batch of a batch, or batches are not whole.
     """
@@ -166,23 +166,25 @@ def replicated_one_f_one_b(
             warm_up = min(workers.warm_up(stage), len(own))
             tasks = _each(Op.FORWARD, own[:warm_up])
             for n, i in enumerate(own):
+                # A slice, because the last backwards have no forward left to alternate with.
                 tasks += _each(Op.FORWARD, own[warm_up + n : warm_up + n + 1])
                 tasks.append(Instruction(Op.BACKWARD, i))
-                ends = i // batch < (i + count) // batch
-                tasks += _each(Op.UPDATE, [i] * (ends and update_every is not None))
+                # The worker's next micro-batch, i + count, belongs to a later batch.
+                if update_every is not None and i // batch < (i + count) // batch:
+                    tasks.append(Instruction(Op.UPDATE, i))
             programs.append(_with_links(tasks, stage, num_stages, recomputed))
     return tuple(programs)
 
 
 def unflushed(num_stages: int, num_batches: int, num_micro_batches: int = 1) -> Schedule:
-    """Run 1F1B over the micro-batches of many batches, each with an update behind it."""
+    """Run 1F1B over the micro-batches of many batches, with an update after each batch."""
     total = num_batches * num_micro_batches
     return replicated_one_f_one_b((1,) * num_stages, total, update_every=num_micro_batches)
 
 
 @lru_cache(maxsize=256)
 def forward_only(replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
-    """Run forwards alone, on stages of so many workers each, which take turns; kept."""
+    """Run forwards alone, on stages of `replicas` workers each."""
     return tuple(
         _with_links(
             _each(Op.FORWARD, range(number, num_micro_batches, count)), stage, len(replicas)
@@ -195,14 +197,13 @@ def forward_only(replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
+# Cached, because each step asks for the same schedule again.
 @lru_cache(maxsize=256)
 def schedule_of(name: str, replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
-    """Return a schedule of `SCHEDULES`, for stages of so many workers each.
-
-    Kept, because each step asks for the same one again.
+    """Return a schedule of `SCHEDULES`, for stages of `replicas` workers each.
 
     Raises:
-        ValueError: stages have several workers, which is for "1f1b" alone.
+        ValueError: stages have several workers, which only "1f1b" can use.
     """
     if max(replicas) == 1:
         return SCHEDULES[name](len(replicas), num_micro_batches)
@@ -212,10 +213,7 @@ def schedule_of(name: str, replicas: tuple[int, ...], num_micro_batches: int) ->
 
 
 def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
-    """Return part sizes that differ by at most one, the larger ones first.
-
-    A replica's slice of the global batch, and a micro-batch of it, are both cut so.
-    """
+    """Return part sizes that differ by at most one, the larger ones first."""
     size, num_larger = divmod(num_samples, num_parts)
     return (size + 1,) * num_larger + (size,) * (num_parts - num_larger)
 
@@ -225,7 +223,7 @@ def micro_batch_sizes(
 ) -> tuple[int, ...]:
     """Cut samples into micro-batches evenly.
 
-    Where their size is fixed, all have it but the last, and their number follows.
+    With a fixed size, the number of micro-batches follows, and the last may be smaller.
     """
     if fixed_size is not None:
         whole, rest = divmod(num_samples, fixed_size)
@@ -234,7 +232,7 @@ def micro_batch_sizes(
 
 
 def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageProgram]:
-    """Part a program that runs all its forwards first into them and the rest."""
+    """Split a program that runs all its forwards first into forwards and the rest."""
     length = next((n for n, ins in enumerate(program) if not ins.op.is_forward), len(program))
     return program[:length], program[length:]
 
@@ -255,9 +253,9 @@ def _with_links(
             program += _each(Op.RECV_ACTIVATION, [i] * has_below)
             program += [task, *_each(Op.SEND_ACTIVATION, [i] * has_above)]
         elif task.op is Op.UPDATE:
-            # The neighbour does not wait for it.
             program.append(task)
         else:
+            # A repeated forward needs no gradient: it runs while the gradient is under way.
             program += _each(Op.RECOMPUTE, [i] * (i in recomputed))
             program += _each(Op.RECV_GRADIENT, [i] * has_above)
             program += [task, *_each(Op.SEND_GRADIENT, [i] * has_below)]
@@ -265,13 +263,14 @@ def _with_links(
 
 
 LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.UPDATE: "U"}
-"""How the operations that compute are named; a grid of ticks has none for an update."""
+"""Names of the operations that compute; a grid has no cell for an update."""
 
 
 def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
-    """Draw a schedule as the grid of the module's docstring; several one after the other.
+    """Draw a schedule as the grid of the module's docstring; several stand side by side.
 
-    Where stages are replicated, `replicas` are the workers of each.
+    Args:
+        replicas: workers of each stage; None for one each.
     """
     if not any(schedules):
         return ""
@@ -291,10 +290,11 @@ def named_rows(rows: Mapping[str, str]) -> str:
 
 
 def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
-    """Give each worker's tasks their ticks, one long and as early as their input is there."""
-    sources = {Op.FORWARD: -1, Op.BACKWARD: 1}  # Of an operation's input, from its stage.
+    """Place each worker's tasks, one tick long and as early as their input is there."""
+    sources = {Op.FORWARD: -1, Op.BACKWARD: 1}
 
     def source_of(worker: int, task: Instruction) -> int | None:
+        """Return the worker that a task's input comes from; None at the pipeline's ends."""
         stage = workers.stages[worker] + sources.get(task.op, len(workers.replicas))
         return workers.of(stage, task.micro_batch) if 0 <= stage < len(workers.replicas) else None
 
@@ -309,7 +309,7 @@ def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
         finished = []
         for j, (row, tasks) in enumerate(zip(rows, waiting, strict=True)):
             cell = ".."
-            # What no neighbour does at all, as at the ends, is not waited for.
+            # A task that no neighbour runs at all (total is 0) is not waited for.
             source = (source_of(j, tasks[0]), tasks[0]) if tasks else None
             if source and done[source] >= min(total[source], done[j, tasks[0]] + 1):
                 cell = f"{LETTERS[tasks[0].op]}{tasks[0].micro_batch}"
@@ -322,6 +322,6 @@ def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
 
 
 def peak_in_flight(program: StageProgram) -> int:
-    """Count the most micro-batches that a stage keeps between their forward and their backward."""
+    """Return the most micro-batches that a stage keeps between forward and backward."""
     changes = ((ins.op is Op.FORWARD) - (ins.op is Op.BACKWARD) for ins in program)
     return max(accumulate(changes, initial=0))

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from autopipe.plan import PipelinePlan, predict
 from experiments.digits import build_model, load_digits_split
-from pipetransformer import Trainer, launch
+from pipetransformer import PlanSituation, Trainer, launch
 
 NUM_STEPS = 20
 
-# K x R is fixed, so that no clock decides what is trained.
+# The planner below is fixed, too, so that no clock decides what is trained.
 CASES: dict[str, dict[str, Any]] = {
     "vit, K=1": {"model": "vit", "num_slots": 1, "pipeline_length": 1, "micro_batch_size": 8},
     "vit, K=2": {"model": "vit", "num_slots": 2, "pipeline_length": 2, "micro_batch_size": 8},
@@ -68,6 +69,22 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": "bf16",
     },
 }
+
+
+def evenly(situation: PlanSituation) -> PipelinePlan:
+    """Plan the one length that was asked for, with as many sublayers on each stage."""
+    request, profile = situation.request, situation.profile
+    length = max(request.length_choices()[0])
+    first, num = profile.first_active(request.num_frozen), len(profile.sublayers)
+    boundaries = tuple(first + (num - first) * stage // length for stage in range(length + 1))
+    sizes = request.sizes_of(length, 1)
+    return predict(
+        profile,
+        request,
+        boundaries=boundaries,
+        num_micro_batches=len(sizes),
+        schedule=request.schedules_of(length)[0],
+    )
 
 
 class _Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -113,6 +130,7 @@ def train(case: dict[str, Any], path: Path) -> None:
         global_batch_size=32,
         device="cpu",
         progress=False,
+        plan=evenly,
         **settings,
     ) as trainer:
         trainer.begin()

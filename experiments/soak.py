@@ -56,11 +56,10 @@ KILLS_A_RUN = 10
 ATTEMPT_LIMIT_S = 60.0
 IMPORTED = ("pipetransformer", "torch._dynamo", "experiments.soak_run", "experiments.soak_hf")
 MOMENTS = {
-    "transition": ("elasticity", "deployment", "held_shards", "journal", "moves", "redistribute",
-                   "transitions"),
-    "checkpoint": ("best_model", "durable_files", "format", "run_state", "saver", "snapshot"),
-    "evaluation": ("evaluations", "evaluator", "selection", "step_result"),
-    "fill": ("activation_store", "layout", "node_store", "prefix_cache", "prefix_chunks", "store"),
+    "transition": ("elasticity", "deployment", "shards", "journal", "moves", "redistribute"),
+    "checkpoint": ("best_model", "durable_files", "format", "run_state", "saver"),
+    "evaluation": ("evaluations", "evaluator", "step_result"),
+    "fill": ("layout", "node_store", "prefix_cache", "prefix_chunks", "prefix_rows", "store"),
 }  # fmt: skip
 """Modules of rare moments; at each of these is struck as often as at all functions together."""
 LOSSES = ("hangs", "failed", "lost_or_repeated", "differing", "left_behind")

@@ -1,9 +1,9 @@
 """Freeze a model's bottom layers where they are, in any training loop.
 
 model
-  embeddings, cls_token ...  what is registered before the blocks freezes with block 0
+  embeddings, cls_token ...  modules registered before the blocks freeze with block 0
   blocks                     0 .. num_frozen - 1 freeze
-  norm, head ...             what is registered behind them never freezes
+  norm, head ...             modules registered behind the blocks never freeze
 """
 
 from __future__ import annotations
@@ -17,64 +17,54 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _NAMES = "_frozen_in_place"
-"""A module's attribute that names its own parameters which trained before they froze.
+"""A module's attribute: names of its own parameters that trained before they froze.
 
-It is each module's, so that it is found through any wrapper, and copies have it.
+Each module has its own, so it is found through any wrapper, and copies of the model have it.
 """
 
 
 def apply(
     model: nn.Module, num_frozen: int, *, layers: Sequence[nn.Module] | None = None
 ) -> tuple[str, ...]:
-    """Freeze the bottom layers of a model, and thaw those above; to be called between two steps.
+    """Freeze the bottom layers of a model, and thaw those above; call it between two steps.
 
-    Parameters that freeze lose their gradient, so that torch's optimizers leave them alone, weight
-    decay and momentum included, and keep their state for a thaw. LBFGS alone goes on moving them,
-    by directions it remembers: build it anew at each change. A thaw lets train again what trained
-    before, and nothing else. The same call twice changes nothing more, be it for the model
-    or for what `torch.compile` made of it; compiled code is thrown away at a change, as it does
-    not notice one.
+    Frozen parameters have no gradient. So torch's optimizers leave them alone, weight decay and
+    momentum included, and keep their state for a thaw. (LBFGS does not: build it anew at each
+    change.) A thaw affects only parameters that trained before `apply` froze them. Code compiled
+    by `torch.compile` is thrown away at a change, as it does not notice one.
 
-    Frozen modules run in eval mode (no dropout, no running statistics) whatever `.train()` is
-    called. A thaw gives each the mode that it had when it froze; where the model itself is no
-    longer in the mode of then, it gives the model's, and what was called for single frozen modules
-    meanwhile is forgotten.
+    Frozen modules run in eval mode (no dropout, no running statistics), even after `.train()`. A
+    thaw gives each the mode that it had when it froze, or the model's mode if that has changed.
 
-    A parameter that a layer which still trains uses, too, such as a tied embedding, goes on
-    training; a module all of whose parameters do, such as a block used twice, stays in its mode.
+    Some parameters do not follow their layer:
 
-    A parameter that the model, or another module around the blocks, holds directly freezes with
-    block 0: torch keeps no order between those and the blocks, which could tell a `cls_token` from
-    a `logit_scale`. Give one that is to go on training a module of its own behind the blocks.
+    - One that a training layer shares, such as a tied embedding, goes on training. A module that
+      has only such parameters stays in its mode.
+    - One that a module around the blocks holds directly, such as a `cls_token` or a `logit_scale`,
+      freezes with block 0: torch keeps no order between those and the blocks. To keep it training,
+      put it into a module behind the blocks.
 
-    Layers above do not learn if they are checkpointed with `use_reentrant=True`, which takes no
-    gradient where none of the inputs has one; give False. Frozen layers go on with their backward
-    where their input wants a gradient, as with transformers' `gradient_checkpointing_enable`: call
-    `model.disable_input_require_grads()` then.
-
-    With a `GradScaler`, leave out `scaler.step` for an optimizer while all of its parameters are
-    frozen: it finds no gradient there, and raises an AssertionError.
+    With checkpointed layers give `use_reentrant=False`: else layers above frozen ones do not
+    learn. After transformers' `gradient_checkpointing_enable` call
+    `model.disable_input_require_grads()`: else frozen layers still run their backward. Skip
+    `GradScaler.step` for an optimizer whose parameters are all frozen: it would raise.
 
     Args:
-        model: not wrapped by DistributedDataParallel, which counts on every gradient it found at
-            the start: freeze, then wrap anew. Nor by FullyShardedDataParallel that has flattened
-            its parameters, so that layers that freeze and others are one.
-        layers: the blocks, bottom first, as they are registered; None takes those of
-            `find_layers`.
+        model: not wrapped by DistributedDataParallel: freeze, then wrap anew. Not flattened by
+            FullyShardedDataParallel either.
+        layers: the blocks, bottom first, as they are registered; None uses `find_layers`.
     Returns:
-        the names of all parameters of the frozen layers, and of what is registered before them,
-        that are frozen by now, those that you froze included.
+        the names of all frozen parameters up to the last frozen layer, yours included.
     Raises:
         TypeError: `num_frozen` is no whole number.
         ValueError: there are not so many layers, or none were found; they are not the model's, or
-            not in its order; or the model is wrapped or flattened. Nothing has
-            changed then.
+            not in its order; or the model is wrapped or flattened. Nothing has changed then.
     """
     _refuse_wrapped(model)
     blocks = list(layers) if layers is not None else find_layers(model)
     num_frozen = _checked_number(num_frozen, len(blocks))
     bottom = _bottom(model, blocks, num_frozen)
-    changed = _freeze_only(model, bottom.parameters - bottom.shared)
+    changed = _freeze_only(model, bottom.freezing)
     if _keep_in_eval(model, bottom.modules) or changed:
         torch._dynamo.reset()
     frozen = {p for p in bottom.parameters if not p.requires_grad}
@@ -91,7 +81,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _refuse_flattened(model: nn.Module) -> None:
-    # As isinstance(p, FlatParameter) does, whose import takes as long as half of torch's.
+    # FlatParameter's own mark: importing that class takes half as long as importing torch.
     named = model.named_parameters()
     flat = next((n for n, p in named if getattr(p, "_is_flat_param", False)), None)
     if flat is not None:
@@ -123,8 +113,7 @@ def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[st
         ValueError: parameters of several layers are flattened into one.
     """
     _refuse_flattened(model)
-    first = _bottom(model, layers, 1)
-    own = first.parameters - first.shared
+    own = _bottom(model, layers, 1).freezing
     bottom = {name: p for name, p in model.named_parameters() if p in own}
     return [bottom, *(dict(layer.named_parameters()) for layer in layers[1:])]
 
@@ -133,8 +122,8 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 
     Raises:
-        ValueError: there is none, or another such list with parameters lies before it, as an
-            encoder before a decoder, or is as large; give the layers yourself.
+        ValueError: there is none, or another such list is as large, or lies before it, as an
+            encoder before a decoder; give the layers yourself.
     """
     lists = {
         path: module
@@ -163,7 +152,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
                 "as a whole with block 0; give layers=, bottom first"
             )
         if size == sizes[largest]:
-            # As the experts of layers that are of two classes in turn.
+            # For instance the experts of two alternating classes of layers.
             raise ValueError(
                 f"{largest!r} and {path!r} are equally large lists of equal blocks; give layers=, "
                 "bottom first"
@@ -172,27 +161,24 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _holds(path: str, other: str) -> bool:
-    """Tell whether a module's path leads to another, deeper one."""
+    """Tell whether the module at `path` holds the one at `other`."""
     return other.startswith(f"{path}.") if path else bool(other)
 
 
 @dataclass(frozen=True)
 class _Bottom:
-    """Hold what freezes.
+    """Hold the parameters up to the last frozen layer, and what freezes.
 
-    Args:
-        parameters: of the frozen layers and of what is registered before them.
-        shared: those of them that a layer which trains uses, too.
-        modules: those that run in eval mode.
+    `freezing` lacks parameters that a training layer uses, too; `modules` run in eval mode.
     """
 
     parameters: set[nn.Parameter]
-    shared: set[nn.Parameter]
+    freezing: set[nn.Parameter]
     modules: set[nn.Module]
 
 
 def _bottom(model: nn.Module, blocks: Sequence[nn.Module], num_frozen: int) -> _Bottom:
-    """Find what freezes, at each place of the modules: one that is used twice has two."""
+    """Find what freezes, looking at every place of each module: a block may be used twice."""
     places = list(model.named_modules(remove_duplicate=False))
     block_paths = _paths_of(places, blocks)
     if not num_frozen:
@@ -207,15 +193,16 @@ def _bottom(model: nn.Module, blocks: Sequence[nn.Module], num_frozen: int) -> _
         is_frozen = is_before or any(path == own or _holds(own, path) for own in frozen_paths)
         (parameters if is_frozen else training).update(module.parameters(recurse=False))
         (modules if is_frozen and not is_around else others).add(module)
+    # A module whose parameters all train elsewhere is no frozen one.
     for module in modules - others:
         own = set(module.parameters())
         if own and own <= training:
             others.update(module.modules())
-    return _Bottom(parameters, parameters & training, modules - others)
+    return _Bottom(parameters, parameters - training, modules - others)
 
 
 def _paths_of(places: Sequence[tuple[str, nn.Module]], blocks: Sequence[nn.Module]) -> list[str]:
-    """Return the blocks' paths; refuse blocks that do not lie one behind the other."""
+    """Return the blocks' paths; raise a ValueError if they are not one behind the other."""
     paths: list[str] = []
     rest = iter(places[1:])
     for index, block in enumerate(blocks):
@@ -239,9 +226,9 @@ def _paths_of(places: Sequence[tuple[str, nn.Module]], blocks: Sequence[nn.Modul
 
 
 def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
-    """Freeze parameters, and thaw others that were frozen here; tell whether any changed."""
+    """Freeze these parameters, thaw others that `apply` froze; tell whether any changed."""
     owners = [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
-    # One that trains was thawed by its user: it is no longer ours.
+    # A parameter that trains by now was thawed by the user: it is no longer ours.
     before = {
         own[name]
         for module, own in owners
@@ -256,7 +243,7 @@ def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
         p.requires_grad_(True)
     after = before & wanted | freezing
     for module, own in owners:
-        # Not by setattr: a compiled module passes that on to what it wraps.
+        # Not setattr: a compiled module would set it on the module that it wraps.
         vars(module)[_NAMES] = {name for name, p in own.items() if p in after}
         if not vars(module)[_NAMES]:
             del vars(module)[_NAMES]
@@ -276,14 +263,14 @@ class _StayInEval:
 
     def __call__(self, module: nn.Module, _: object) -> None:
         if module.training:
-            # Its forward may read its parts' modes, without calling them.
+            # All its parts, too: a forward may read their modes without calling them.
             for one in module.modules():
                 if _hook_of(one) is not None:
                     one.training = False
 
 
 def _hook_of(module: nn.Module) -> tuple[int, _StayInEval] | None:
-    """Return a frozen module's hook behind its key, None for others."""
+    """Return a frozen module's hook and its key, None for other modules."""
     for key, hook in module._forward_pre_hooks.items():
         if isinstance(hook, _StayInEval):
             return key, hook
@@ -293,8 +280,8 @@ def _hook_of(module: nn.Module) -> tuple[int, _StayInEval] | None:
 def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
     """Put modules into eval mode while they are frozen; tell whether any changed.
 
-    Each has a hook of its own, as a block may be a list whose members are called one by one. A
-    compiled module has neither: its mode is that of what it wraps and calls.
+    Each has its own hook, as a block may be a list whose members are called one by one. A compiled
+    module needs none: its mode is that of the module it wraps.
     """
     wanted = {one for one in wanted if not isinstance(one, torch._dynamo.OptimizedModule)}
     hooks = {module: found for module in model.modules() if (found := _hook_of(module))}
@@ -305,7 +292,7 @@ def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
         del module._forward_pre_hooks[key]
         module.training = hook.mode if hook.model_mode == model.training else model.training
     for module, own in new.items():
-        # Before others' hooks, which may read the mode, as spectral_norm's does.
+        # Before other hooks: spectral_norm's, for instance, reads the mode.
         module.register_forward_pre_hook(own, prepend=True)
     for module in wanted:
         module.training = False

@@ -1,4 +1,4 @@
-"""Seal a decision in a line of a run's journal, and read it: to resume the run, or repeat it."""
+"""Write decisions as lines of a run's journal, and read them to resume or repeat the run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 JOURNAL_FILE = "journal.jsonl"
-"""Its name in a run's folder."""
 _CHECK, _CHECK_DIGITS = "check", 16
 
 
 def sealed_line(entry: Mapping[str, Any]) -> bytes:
-    """Return an entry as a line, with a hash of it as its last value."""
+    """Return an entry as a line that ends with the entry's hash."""
     return f"{json.dumps({**entry, _CHECK: _check_of(entry)})}\n".encode()
 
 
@@ -23,7 +22,7 @@ def read_line(line: bytes) -> dict[str, Any]:
     """Return a line's entry.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not as it was written.
+        ValueError, KeyError, TypeError, AttributeError: the line is damaged.
     """
     entry: dict[str, Any] = json.loads(line)
     check = entry.pop(_CHECK)
@@ -34,8 +33,9 @@ def read_line(line: bytes) -> dict[str, Any]:
 
 
 def note_decision(course: dict[int, T], step: int, decision: T) -> None:
-    """Put a step's decision behind those of the steps before it; those of later steps, which were
-    written before, are of a course that ended.
+    """Add a step's decision; drop decisions of this and later steps.
+
+    A resumed run writes those steps again: the old lines are of a course that ended.
     """
     while course and next(reversed(course)) >= step:
         course.popitem()

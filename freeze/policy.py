@@ -13,27 +13,27 @@ from types import MappingProxyType
 from typing import Any, final
 
 PROBE_SIGNALS = frozenset({"probe_cka", "probe_change"})
-"""What needs a forward of the probe batch at each decision."""
+"""Signals that need a forward of the probe batch at each decision."""
 
 MEASURED_SIGNALS = PROBE_SIGNALS | frozenset(
     {"gradient_norm", "gradient_l1", "accumulated_gradient", "relative_update"}
 )
-"""What the Trainer measures where a policy or the setting `signals` asks for it."""
+"""All signals; the Trainer measures those that the policy or the setting `signals` asks for."""
 
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Describe one layer that can freeze, and what was measured of it since the last decision.
+    """Describe one layer that can freeze, and its signals since the last decision.
 
-    A signal is None if the layer is frozen, nobody asked for it, no step since had finite
-    gradients, or it is no number. Gradients are the whole batch's, unscaled and unclipped.
+    A signal is None if it was not asked for, is NaN or infinite, the layer is frozen, or no step
+    had finite gradients. Gradients are the whole batch's, unscaled and unclipped.
 
     Attributes:
         index: 0..L-1 from the bottom; the embedding is part of layer 0, the head is no layer.
         gradient_norm: root of the mean over the steps of the squared norm of the gradient.
         relative_update: norm of the weights' change over their norm, per step.
-        gradient_l1: mean over the steps of the gradient's sum of absolute values.
-        accumulated_gradient: sum of absolute values of what the steps' gradients add up to.
+        gradient_l1: mean over the steps of the gradient's L1 norm.
+        accumulated_gradient: L1 norm of the sum of the steps' gradients.
         probe_cka, probe_change: linear CKA, and similarity-preserving loss, between the layer's
             outputs for the probe batch now and at the start of the run.
     """
@@ -55,18 +55,18 @@ class FreezeContext:
 
     Attributes:
         step, epoch: completed optimizer steps, and the epoch of the next one, both from 0.
-        max_steps, steps_per_epoch: lengths of the whole training and of one epoch, in steps.
+        max_steps, steps_per_epoch: lengths of the whole training and of one epoch.
         learning_rate, peak_learning_rate: at the next step, and the largest of the training.
         mean_learning_rate: over the steps since the last decision; None before the first.
-        layers, num_frozen: by index, of which layers 0..num_frozen-1 are frozen now.
+        layers: by index; 0..num_frozen-1 are frozen now.
         frozen_since: for each frozen layer, the step at which it froze.
-        resting: layers above them whose weights do not train now.
+        resting: indices of layers above them whose weights do not train now.
         metrics: results of the last evaluation by name; empty before the first.
-        evaluated_at: steps that were done at that evaluation; None where that is not known.
-        loss, loss_slope: mean of the training losses since the last decision, and by how much
-            they grew a step; None where there are too few.
-        predict: maps a number of frozen layers to the predicted seconds of one step; they come
-            from measured times, so with it two equal trainings may freeze differently.
+        evaluated_at: completed steps at that evaluation; None if not known.
+        loss, loss_slope: mean of the training losses since the last decision, and their growth a
+            step; None with too few losses.
+        predict: maps a number of frozen layers to the predicted seconds of a step. These follow
+            measured times, so two equal trainings whose policies use them may freeze differently.
     """
 
     step: int
@@ -95,7 +95,11 @@ class FreezeContext:
         return len(self.layers)
 
     def as_frozen(self, since: tuple[int, ...], resting: tuple[int, ...] = ()) -> FreezeContext:
-        """Return what would be seen with as many layers frozen, since these steps, and resting."""
+        """Return the context as if these layers were frozen and resting; their signals are None.
+
+        Args:
+            since: the step at which each frozen layer froze, bottom first.
+        """
         layers = tuple(
             LayerStats(layer.name, layer.index, layer.num_parameters)
             if layer.index < len(since) or layer.index in resting
@@ -111,10 +115,9 @@ class FreezeDecision:
     """Say how many bottom layers are frozen from now on, and why, in one line for the records.
 
     Args:
-        resting: layers above them whose weights do not train until the next decision. Their
-            gradients are not computed, and they are not updated; all else stays as it is: they
-            run as in training, and nothing is moved or cached. The lowest layer that is not
-            frozen cannot rest: freeze it instead.
+        resting: layers above the frozen ones that do not train until the next decision. They get
+            no gradients and no updates. They still run as in training, and nothing is moved or
+            cached. The lowest layer that is not frozen cannot rest: freeze it instead.
     Raises:
         TypeError: `num_frozen` is not an int, `reason` no text, or `resting` no tuple of ints.
     """
@@ -139,10 +142,10 @@ class FreezeDecision:
 
 
 def frozen_since(before: Sequence[int], num_frozen: int, step: int) -> tuple[int, ...]:
-    """Return the step at which each of so many layers froze, from a decision at a step on.
+    """Return the step at which each frozen layer froze, after a decision at `step`.
 
     Args:
-        before: the same until then.
+        before: the same before the decision.
     """
     kept = tuple(before[:num_frozen])
     return kept + (step,) * (num_frozen - len(kept))
@@ -152,16 +155,15 @@ class FreezePolicy(ABC):
     """Decide, from a context alone, how many bottom layers are frozen.
 
     A policy runs on rank 0 only. It must not read clocks or random numbers: a resumed training
-    asks again and must hear the same answer. What it remembers between calls belongs in
+    asks again and must get the same answer. What it remembers between calls belongs in
     `state_dict`.
 
     Attributes:
-        signals: what must be measured for it, named as in `LayerStats`; others cost nothing, and
-            may be None.
+        signals: fields of `LayerStats` that must be measured for it; others may be None.
     """
 
     signals: frozenset[str] = frozenset()
-    # The attributes, less their underscore, that make up the state.
+    # Names of the attributes, without underscore, that make up the state.
     _remembered: tuple[str, ...] = ()
 
     @property
@@ -174,21 +176,25 @@ class FreezePolicy(ABC):
         """Return the decision at this step; None keeps what is frozen."""
 
     def check(self, num_layers: int) -> None:  # noqa: B027  (most fit any model)
-        """Raise a ValueError where it is not for a model of which so many layers can freeze.
+        """Raise a ValueError if the policy does not fit a model with `num_layers` to freeze.
 
-        Asked on every rank, before anything is loaded or measured for the run.
+        Every rank calls it, before anything is loaded or measured for the run.
         """
 
     def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
-        """Return a layer's learning rate at a share of the run, over the peak rate.
+        """Return a layer's learning rate over the peak rate; None for the run's own schedule.
 
-        None, for whatever layer, leaves it to the run's own schedule. Every rank asks, so it must
-        not depend on what `decide` has seen. The head is layer `num_layers`.
+        Every rank asks, so it must not depend on what `decide` has seen.
+
+        Args:
+            layer: `num_layers` is the head.
+            done: share of the run, 0 to 1.
         """
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the policy remembers, serialisable as JSON; a stateless policy has {}."""
+        """Return what the policy remembers, serialisable as JSON."""
+        # A copy: the policy goes on changing its lists.
         return {name: deepcopy(getattr(self, f"_{name}")) for name in self._remembered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,7 +210,7 @@ class FreezePolicy(ABC):
 
 @final
 class NeverFreeze(FreezePolicy):
-    """Freeze nothing more than what is frozen."""
+    """Keep what is frozen."""
 
     def decide(self, context: FreezeContext) -> None:
         return None
@@ -238,12 +244,14 @@ class _FunctionPolicy(FreezePolicy):
 def as_policy(
     freeze: FreezePolicy | PolicyFunction | None, measured: frozenset[str] = MEASURED_SIGNALS
 ) -> FreezePolicy:
-    """Present what the user passed as a policy, to one who measures such signals.
+    """Turn what the user passed into a policy.
 
-    None becomes `NeverFreeze`, and a function of the context, returning a `FreezeDecision`, the
-    number of frozen layers, or None to keep it, is wrapped. A function is asked again after a
-    resume and so must not remember anything; subclass `FreezePolicy` for that.
+    None becomes `NeverFreeze`. A function of the context is wrapped; it returns a
+    `FreezeDecision`, a number of frozen layers, or None to keep it. It must not remember anything,
+    as it is asked again after a resume; subclass `FreezePolicy` for that.
 
+    Args:
+        measured: the signals that a policy may ask for.
     Raises:
         TypeError: it is none of these, its signals are no set, or its state is not for JSON.
         ValueError: the policy asks for a signal that is not measured.
@@ -290,6 +298,7 @@ def checked_scale(policy: FreezePolicy, layer: int, num_layers: int, done: float
 
 def sets_rates(policy: FreezePolicy, num_layers: int) -> bool:
     """Tell whether a policy sets the learning rate of any layer, or the head's, at any time."""
+    # A policy is a function of the time: 21 moments stand for all.
     asked = ((layer, share / 20) for layer in range(num_layers + 1) for share in range(21))
     return any(checked_scale(policy, layer, num_layers, done) is not None for layer, done in asked)
 
@@ -297,9 +306,11 @@ def sets_rates(policy: FreezePolicy, num_layers: int) -> bool:
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:
     """Ask the policy and return a decision that can be executed.
 
-    None, or what is frozen and rests already, becomes a decision that keeps it, with a reason that
-    starts with "keep". Raises PolicyError where the policy raises, and TypeError or ValueError for
-    what cannot be executed.
+    A decision that changes nothing gets a reason that starts with "keep".
+
+    Raises:
+        PolicyError: the policy raised.
+        TypeError, ValueError: the decision cannot be executed.
     """
     try:
         decision = policy.decide(context)
@@ -329,16 +340,16 @@ def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDeci
             "one that is not frozen can rest"
         )
     keeps = (decision.num_frozen, resting) == (context.num_frozen, context.resting)
-    # What wraps a policy may pass a reason on that says so already.
+    # A wrapper passes on its inner policy's reason, which may say so already.
     says_so = not keeps or decision.reason.startswith("keep")
     reason = decision.reason if says_so else f"keep: {decision.reason}"
     return FreezeDecision(decision.num_frozen, reason, resting)
 
 
 def _place(error: Exception) -> str:
-    """Say in which line of a policy's own file an error arose; "" where that is not known."""
+    """Name the line of the policy's own file where an error arose; "" if not known."""
     passed, ours = traceback.extract_tb(error.__traceback__), Path(__file__).parent
-    # A policy of this package may ask one of the user's.
+    # Frames of this package come first: a policy of ours may ask one of the user's.
     theirs = [frame for frame in passed if ours not in Path(frame.filename).parents]
     frames = [frame for frame in theirs if frame.filename == theirs[0].filename]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

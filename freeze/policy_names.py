@@ -29,14 +29,13 @@ POLICY_HELP = (
     "guarded:4,POLICY keeps so many layers from freezing, paced:3,POLICY takes one at a time, "
     "wanted at so many decisions in a row"
 )
-"""What `named_policy` understands."""
 
 
 def named_policy(text: str) -> FreezePolicy:
     """Return the policy that a text names; see POLICY_HELP.
 
-    "module:policy" imports a module, also of the working folder, and takes a policy of it, a class
-    of them that needs no arguments, or a function. That runs the module.
+    "module:policy" runs a module, also one of the working folder. It takes a policy from it, a
+    class of policies without arguments, or a function.
 
     Raises:
         ValueError: it names none.
@@ -53,7 +52,7 @@ def named_policy(text: str) -> FreezePolicy:
 
 
 def _imported(module: str, name: str) -> FreezePolicy:
-    folder = os.getcwd()  # Where a console script does not look.
+    folder = os.getcwd()  # A console script does not look there.
     sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), name)
@@ -93,7 +92,7 @@ def _paced(value: str) -> FreezePolicy:
 
 
 def _optional(build: Callable[..., FreezePolicy], **fixed: Any) -> Callable[[str], FreezePolicy]:
-    """Return what builds a policy from a number, or from its default."""
+    """Return a function that builds a policy from a number, or without one."""
     return lambda value: build(*([float(Fraction(value))] if value else []), **fixed)
 
 

@@ -1,6 +1,6 @@
-"""Write what survives a power cut, and read it only as it was written: lines, files, tensors.
+"""Write files that survive a power cut, and refuse to read a changed one: lines, JSON, tensors.
 
-Where another program has put a symbolic link, nothing is written: it may lead anywhere.
+Nothing is written through a symbolic link: another program may have put it there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 
 _SEAL = "sha256"
 _HEADER_BYTES = 8
-"""A safetensors file begins with the length of its JSON header in so many bytes."""
+"""Bytes at the start of a safetensors file that hold the length of its JSON header."""
 
 
 class LineFile:
-    """A file of lines that is only appended to. What is written survives the process's death.
+    """Append lines to a file; they survive the process's death.
 
     A last line without its newline was torn by a kill, and is cut off.
 
@@ -37,14 +37,14 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         descriptor = open_unlinked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._path, self._file = path, open(descriptor, "r+b", buffering=0)
-        # Appending behind it would join both into one unreadable line in the middle.
+        # A line appended to a torn one would make both unreadable.
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def append(self, line: bytes, *, durable: bool = False) -> None:
-        """Append one line with its newline; if durable, wait until it is on disk.
+        """Append one line, newline included; if durable, wait until it is on disk.
 
         Raises:
-            OSError: the disk is full or failed; nothing of the line is left in the file.
+            OSError: the disk is full or failed; the line is taken out of the file.
         """
         start = self._file.seek(0, os.SEEK_END)
         try:
@@ -62,10 +62,8 @@ class LineFile:
 
 
 def open_unlinked(path: Path, flags: int) -> int:
-    """Open a file, created readable as the umask says, but no other one that a link leads to.
+    """Open a file, never through a link, and return its descriptor; a new one has umask's mode.
 
-    Returns:
-        Its descriptor.
     Raises:
         ValueError: the path is a symbolic link.
         OSError: it cannot be opened.
@@ -82,7 +80,7 @@ def open_unlinked(path: Path, flags: int) -> int:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that appears under its name in one piece, and wait until it is on disk."""
+    """Write a file that appears in one piece, and wait until it is on disk."""
     with _replacing(path) as temporary:
         descriptor = open_unlinked(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with open(descriptor, "wb") as file:
@@ -91,15 +89,15 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sealed_json(content: Any) -> bytes:
-    """Return JSON text that holds its own SHA-256."""
+    """Return JSON text with its own SHA-256, for `read_sealed_json`."""
     return json.dumps({_SEAL: hash_json(content), "content": content}).encode()
 
 
 def read_sealed_json(path: Path) -> Any:
-    """Read the content of a file of `sealed_json`.
+    """Read the content of a `sealed_json` file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is not what was written.
+        OSError, ValueError: it cannot be read, or was changed.
     """
     data = path.read_bytes()
     try:
@@ -114,12 +112,12 @@ def read_sealed_json(path: Path) -> Any:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None
 ) -> None:
-    """Write a new safetensors file, readable as the umask says, and wait until it is on disk.
+    """Write a new safetensors file with umask's mode, and wait until it is on disk.
 
     Args:
         facts: go into its header.
     Raises:
-        OSError: the disk is full or failed, or there is such a file.
+        OSError: the disk is full or failed, or the file exists.
     """
     path.touch(exist_ok=False)
     mode = path.stat().st_mode
@@ -135,12 +133,11 @@ def write_tensors(
 
 
 def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file that appears under its name in one piece, and is then on disk.
-
-    Its folder is created if missing. Its header has a SHA-256 of the tensors, for `read_tensors`.
+    """Write a safetensors file that appears in one piece, for `read_tensors`; wait as above.
 
     Args:
-        tensors: anywhere, and in any layout; some may share memory.
+        path: its folder is created if missing.
+        tensors: on any device, and in any layout; some may share memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     copies = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
@@ -149,12 +146,12 @@ def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read what `replace_tensors` wrote, into host memory.
+    """Read a file of `replace_tensors` into host memory.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is not what was written.
+        OSError, ValueError: it cannot be read, or was changed.
     """
-    data = path.read_bytes()  # What is checked is what is used, whatever the disk does next.
+    data = path.read_bytes()  # Once: a second read may find other bytes than the checked ones.
     try:
         length = int.from_bytes(data[:_HEADER_BYTES], "little")
         header = json.loads(data[_HEADER_BYTES : _HEADER_BYTES + length])
@@ -167,7 +164,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bytes of contiguous tensors on the CPU."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes of contiguous CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -182,11 +179,9 @@ def _expect_seal(path: Path, found: str, seal: object) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Give a new file to be written; it then takes the path's place, or is gone where that failed.
-
-    What a kill has left under its name, or a link that another program put there, is removed.
-    """
+    """Yield a temporary file's path; the file then replaces `path`, or is removed on failure."""
     temporary = path.with_name(path.name + ".tmp")
+    # A kill may have left one, or another program a link.
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -194,18 +189,18 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)  # On a full disk others need the room.
         raise _naming(path, error) from error
     os.replace(temporary, path)
-    fsync(path.parent)
+    fsync(path.parent)  # The new name is in the folder's own data.
 
 
 def _naming(path: Path, error: OSError) -> OSError:
-    """Return the error with the file's name, which that of a descriptor lacks."""
+    """Add the file's name to an error of its descriptor, which has none."""
     if error.errno is None or error.filename is not None:
         return error
     return OSError(error.errno, error.strerror, str(path))
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's bytes are on disk, or the names in a folder; neither does the other."""
+    """Wait until a file's bytes, or a folder's names, are on disk; one does not do the other."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -214,15 +209,15 @@ def fsync(path: Path) -> None:
 
 
 def hash_json(value: Any) -> str:
-    """Return the SHA-256 of a value's JSON text, which reading and encoding again gives back."""
+    """Return the SHA-256 of a value's JSON text; reading and encoding it again gives the same."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Refuse a value, named `what`, that does not read back from JSON but for tuples as lists.
+    """Refuse a value, named `what`, that JSON would change, except tuples, which become lists.
 
     Raises:
-        TypeError: it holds what JSON cannot (a tensor), or would turn into a string (an int key).
+        TypeError: JSON cannot hold a part (a tensor), or would make it a string (an int key).
     """
     if isinstance(value, dict):
         for key, member in value.items():

@@ -1,4 +1,4 @@
-"""Name every error that a user of the package may meet beside ValueError and TypeError."""
+"""Define the errors that a user may meet, other than ValueError and TypeError."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from autodp import PeerError as PeerError
 
 
 class NonFiniteError(FloatingPointError):
-    """Say at which step a loss or a gradient stopped being a number, and where that began."""
+    """Report a NaN or infinite loss or gradient; the message names the step and where it began."""
 
 
 class CallbackError(RuntimeError):
-    """Name the callback, or the function that computes metrics, that raised, and on which rank."""
+    """Report an error of a callback or a metrics function; the message names it and its rank."""
 
 
 class CorruptCheckpointError(RuntimeError):
@@ -18,8 +18,8 @@ class CorruptCheckpointError(RuntimeError):
 
 
 class WorkerFailedError(RuntimeError):
-    """Name the rank that ended a run, and how it ended."""
+    """Report a rank that ended a launched run; the message names it, and how it ended."""
 
 
 class VerificationError(ValueError):
-    """Name the first sublayer, parameter or buffer with which training would go wrong."""
+    """Report a model that would train wrongly; the message names its first faulty part."""

@@ -1,4 +1,4 @@
-"""Say which extra to install where an optional package is missing."""
+"""Name the extra to install where an optional package is missing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _EXTRAS = {
     "transformers": "text",
     "accelerate": "text",
 }
-"""The extra that installs a package, as in setup.cfg."""
+"""Extras by package, as in setup.cfg."""
 
 
 def require(package: str, *, purpose: str) -> None:
-    """Do nothing where an optional package is installed; it is not imported yet.
+    """Check that an optional package is installed, without importing it.
 
     Raises:
-        ImportError: it is not; the message says for what it is needed, and how to install it.
+        ImportError: it is not; the message tells its purpose, and how to install it.
     """
     if find_spec(package) is None:
         raise ImportError(

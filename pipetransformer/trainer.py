@@ -2,11 +2,14 @@
 
     decide ─► batch ─► train ─► note ─► evaluate ─► save        `Trainer._train`
 
-task: what is trained                 feed: whose samples, through the cache
-world: on which ranks                 deployment: what this rank holds of it
-timeline: where the run is            elastic: what is decided, and carried out
-evaluator: loss, metrics, outputs     selection: the best evaluation, and its weights
-state: what checkpoints hold          log: records, progress and the report
+task: what is trained                 world: on which ranks
+timeline: where the run is            coming: which samples follow
+feed: samples, through the cache      deployment: what this rank holds of the model
+elastic: decides, and carries it out  evaluator: loss, metrics, outputs
+selection: the best evaluation        state: what checkpoints hold
+log: records, progress, report        events: callbacks
+
+Collective: all ranks must call it alike, or the others wait for ever.
 """
 
 from __future__ import annotations
@@ -88,11 +91,11 @@ from pipetransformer.processes import (
 )
 from pipetransformer.report import Callback, Events, FitReport, RunLog, check_callbacks
 from pipetransformer.stage import (
+    AsynchronousStage,
     Evaluator,
     PredictionOutput,
     Stage,
     StepResult,
-    UnflushedStage,
 )
 
 
@@ -131,7 +134,7 @@ class Trainer:
         freeze: FreezePolicy | PolicyFunction | str | None = None,
         **settings: Any,
     ) -> None:
-        # What can be refused without the other processes is refused before they meet.
+        # All up to `_join_world` refuses without the other processes, before they meet.
         check_callbacks(settings.get("callbacks"))
         policy = named_policy(freeze) if isinstance(freeze, str) else as_policy(freeze)
         self.config = config = make_config(settings)
@@ -144,11 +147,9 @@ class Trainer:
         self._lent = LentModel(task)
         freezes = not isinstance(policy, NeverFreeze)
         self._caches = config.cache and freezes
+        scale_of = partial(rate_of_layer, policy, task.model.num_layers)
         self._timeline = timeline = Timeline(
-            config,
-            len(train_dataset),
-            traits.peak_learning_rate,
-            partial(rate_of_layer, policy, task.model.num_layers),
+            config, len(train_dataset), traits.peak_learning_rate, scale_of
         )
         self._coming = ComingBatches(task, train_dataset, timeline)
 
@@ -166,7 +167,7 @@ class Trainer:
             task,
             world,
             prefix,
-            stage=lambda: self._stage,
+            stage=lambda: self._stage,  # Asked anew each time, as transitions replace it.
             timeline=timeline,
             dataset=eval_dataset,
         )
@@ -176,47 +177,24 @@ class Trainer:
         self._log = RunLog(world, config, freezes=freezes)
         self.report = self._log.report
         self._selection = Selection(config, world, self._deployment)
-        self._state = RunState(
-            task,
-            world,
-            elastic=self._elastic,
-            parts=self._saved_parts(),
-            optimizer=traits,
-        )
+        parts = self._saved_parts()
+        self._state = RunState(task, world, elastic=self._elastic, parts=parts, optimizer=traits)
         self._events = Events(self, config.callbacks, world=world, timeline=timeline)
         if config.callbacks:
             self._log.listen(self._events.log)
         self._is_closed = self._has_own_numbers = False
-        # Steps of a pipeline without flushes that are trained, and not returned yet.
+        # Results of a pipeline without flushes, which trains several steps at once.
         self._stream = deque[StepResult]()
-        # Steps whose numbers a GPU still computes, to be recorded once they are known.
+        # Records of steps whose numbers a GPU still computes: reading them would wait for it.
         self._unrecorded = deque[Callable[[], None]]()
         self._last_rate: float | None = None
 
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None = None,
-        trace: object = None,
-    ) -> None:
-        self._is_closed = True
-        self._close(failed=error_type is not None)
-        if isinstance(error, KeyboardInterrupt) and not self.is_over:
-            self._say_where(error)
-
-    def close(self) -> None:
-        """Wait for a checkpoint, and let go of all but rank 0's model, which stays usable."""
-        self.__exit__(None)
-
     def fit(self) -> FitReport:
-        """Train to the end, and gather the weights into rank 0's model.
+        """Train to the end, and gather the weights into rank 0's model. Collective.
 
-        Those that do not fit on its device go into host memory, with a warning. The model is then
-        as it came, but for its weights: the same parameters need gradients, and modules are in the
-        modes they were in.
+        Weights that do not fit on its device go into host memory, with a warning. But for its
+        weights the model is then as it came: in the modes of its modules, and in which parameters
+        need gradients.
 
         Returns:
             what the run took and reached.
@@ -230,7 +208,8 @@ class Trainer:
                 first_change = self._begin(trains=True)
             self._events.tell(Callback.on_train_begin)
             self._events.tell_of_change(first_change)
-            with self._own_numbers():  # Once, and not at each step.
+            # Once, and not at each step: it copies the states of all generators.
+            with self._own_numbers():
                 while not self.is_over:
                     self.step()
             self._note_save(self._state.finish())
@@ -249,35 +228,37 @@ class Trainer:
         return self.report
 
     def begin(self) -> None:
-        """Restore or prepare, measure and decide; otherwise the first step does. Collective.
+        """Restore or prepare, measure and decide, as the first step else does. Collective.
 
-        From then on `is_over` and `global_step` hold for a run that is continued, too.
+        From then on `is_over` and `global_step` hold for a resumed run, too.
         """
         with self._ready(trains=True):
             pass
 
     def stop(self) -> None:
-        """Ask, on any rank, for the run to end after the step: all ranks end after the same one.
+        """Ask on any rank for the run to end: all ranks end after the same step.
 
-        In an event that is the step it belongs to, elsewhere the coming one. The run is then over
-        as at its end, checkpoint included; a resume goes on.
+        In an event that is the event's step, elsewhere the coming one. The run is then over as at
+        its end, checkpoint included; a resume goes on.
         """
         self._events.ask_to_stop()
 
     def step(self) -> StepResult:
-        """Train on the next global batch; decide before it, evaluate and save after it, where due.
+        """Train on the next global batch. Collective.
+
+        Decisions before it, and evaluations and saves after it, happen where they are due.
 
         Returns:
             the loss and more of the training step alone.
         Raises:
-            RuntimeError: the run is over, or the one that is continued had ended already.
-            ValueError: before the first step: another run trains in the folder, or what it holds
-                cannot be continued.
+            RuntimeError: the run is over, or the resumed run had ended already.
+            ValueError: before the first step: another run trains in the folder, or its checkpoint
+                does not fit.
         """
         return self._train()
 
     def trace_step(self) -> Trace:
-        """Train on the next global batch, as `step` does, and take down what ran when. Collective.
+        """Train on the next global batch, as `step` does, and record what ran when. Collective.
 
         Returns:
             what the first pipeline's stages did, on every rank.
@@ -288,19 +269,20 @@ class Trainer:
             raise ValueError("a step of a pipeline without flushes has no trace of its own")
         trace = Trace()
         self._train(trace)
-        # Of a stage of several workers it is the first one's.
+        # A stage of several workers is traced by its first.
         spans = [span.to_json() for span in trace.spans] if self._stage.speaks_for_stage else []
         gathered = gather_json(spans, group=self.world.group)
         return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def _train(self, trace: Trace | None = None) -> StepResult:
-        """Train one step, with all that comes before and after it. Collective."""
+        """Train one step, with all that is due before and after it."""
         had_begun = self._elastic.have_begun
         with self._ready(trains=True):
             self._refuse_ended_run(had_begun)
             self._borrow_model()
             self._events.tell_of_change(self._decide_if_due())
-            clock, (coming, next_ids) = self._clock(), self._coming.next_two(self._replicas)
+            clock = self._elastic.clock()
+            coming, next_ids = self._coming.next_two(self._elastic.replicas)
             result = self._train_batch(coming, next_ids, trace)
             self._note_step(result, clock, len(coming.ids))
             self._events.tell(Callback.on_step_end, result)
@@ -310,11 +292,8 @@ class Trainer:
             return result
 
     def _decide_if_due(self) -> Change | None:
-        """Decide where a decision precedes the coming step, and carry it out.
-
-        Collective there, and at an epoch's start.
-        """
-        if self._timeline.at_epoch_start:
+        """Decide where a decision precedes the coming step, and carry it out."""
+        if self._timeline.at_epoch_start:  # Seldom, as the comparison reads all weights.
             self._deployment.refuse_partial_edits()
         report = self.report
         change = self._elastic.decide_if_due(report.metrics, report.evaluated_at)
@@ -325,71 +304,62 @@ class Trainer:
     def _train_batch(
         self, coming: ComingStep, next_ids: Tensor | None, trace: Trace | None
     ) -> StepResult:
-        """Train on the coming global batch. Collective."""
+        """Train on the coming global batch, or return its result from a stream."""
         stage, timeline, stops = self._stage, self._timeline, self._events.wants_stop
-        if isinstance(stage, UnflushedStage):
+        if isinstance(stage, AsynchronousStage):
             return self._next_of_stream(stage, stops=stops)
-        return stage.train_step(
-            coming,
-            self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last),
-            next_ids=next_ids,
-            stops=stops,
-            recorder=None
-            if trace is None
-            else trace.recorder(stage.index, device=self.world.device),
-        )
+        rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
+        device = self.world.device
+        recorder = None if trace is None else trace.recorder(stage.index, device=device)
+        return stage.train_step(coming, rows, next_ids=next_ids, stops=stops, recorder=recorder)
 
-    def _next_of_stream(self, stage: UnflushedStage, *, stops: bool) -> StepResult:
-        """Return the coming step's result, of a stream that is trained to the next pause.
+    def _next_of_stream(self, stage: AsynchronousStage, *, stops: bool) -> StepResult:
+        """Return the coming step's result from a stream, which is trained to the next pause.
 
-        Args:
-            stops: whether this rank asks to end the run, which happens at a stream's end.
+        A run that is asked to stop does so at a stream's end.
         """
         timeline = self._timeline
         if not self._stream:
             rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
-            steps = self._coming.to_next_pause(self._replicas, self._elastic.review_step)
+            elastic = self._elastic
+            steps = self._coming.to_next_pause(elastic.replicas, elastic.review_step)
             self._stream = stage.train_stream(steps, rows)
+            # The weights have seen all these steps, so the run must not be ended before them.
             timeline.note_trained(steps[-1].step)
         result = self._stream.popleft()
         if self._stream:
             return result
+        # No step of a stream carries the ranks' wishes, as those of a pipeline with flushes do.
         return replace(result, stops=any(gather_json(stops, group=self.world.group)))
 
     def _note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
-        """Go on to the next step, and record what this one tells. Collective after an epoch.
-
-        What a GPU is still to compute is recorded a step late, or before whatever comes between
-        two steps.
-        """
-        decision, timeline = self._elastic.decision, self._timeline
+        """Advance to the next step, and record this one."""
+        decision, timeline, report = self._elastic.decision, self._timeline, self.report
         assert decision is not None
         self._last_rate = clock.learning_rate
-        report = self.report
         report.cache_bytes = max(report.cache_bytes, self._feed.cache_bytes)
-        told = partial(self._record_step, result, decision, clock, num_samples)
-        self._unrecorded.append(told)
-        self._record_steps(but_last=not result.is_known)
+        self._unrecorded.append(partial(self._record_step, result, decision, clock, num_samples))
+        # On a GPU a step's numbers are read one step late, so that the host stays ahead of it.
+        while len(self._unrecorded) > (not result.is_known):
+            self._unrecorded.popleft()()
         timeline.advance(num_samples)
         if result.stops:
             timeline.stop()
+        # An evaluation, a save or a decision must not come before the record of this step.
         if timeline.pauses or timeline.position.step == self._elastic.review_step:
             self._settle()
         if timeline.at_epoch_start:
             self._log.epoch(timeline.position.step, timeline.position.epoch)
 
     def _settle(self) -> None:
-        """Wait for the last step, where it was not waited for, and record it.
+        """Wait for the last step's numbers, and record them.
 
         Raises:
-            NonFiniteError: it came to a number that is not finite.
+            NonFiniteError: one of them is not finite.
         """
         if self._deployment.stage is not None:
             self._deployment.stage.settle()
-        self._record_steps(but_last=False)
-
-    def _record_steps(self, *, but_last: bool) -> None:
-        while len(self._unrecorded) > but_last:
+        while self._unrecorded:
             self._unrecorded.popleft()()
 
     def _record_step(
@@ -401,10 +371,7 @@ class Trainer:
             self._log.outcome(clock.step, decision, usual_s)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate, record that and take it into account, where that follows the last step.
-
-        Collective there.
-        """
+        """Evaluate, record that, and compare it with the best, if that follows the last step."""
         dataset = self._evaluator.dataset
         if dataset is None or not self._timeline.evaluation_due():
             return
@@ -418,20 +385,16 @@ class Trainer:
         self._events.tell(Callback.on_evaluate, metrics)
 
     def _note_best(self) -> None:
-        """Report the best evaluation so far, and end a run that is out of patience."""
+        """Report the best evaluation so far; end a run that is out of patience."""
         best = self._selection.best
         self.report.best_metric, self.report.best_step = best.value, best.step
         if best.is_out_of_patience:
             self._timeline.stop()
 
     def _note_end(self) -> None:
-        """Record the epoch in which the run is over, if it ended within one. Collective there.
-
-        The progress ends there, too.
-        """
-        timeline = self._timeline
+        """End the log of a run that is over, with the epoch that it did not complete."""
+        timeline, position = self._timeline, self._timeline.position
         if timeline.is_over and not timeline.at_epoch_start:
-            position = timeline.position
             self._log.epoch(position.step, position.epoch + 1, partial=True)
         if timeline.is_over:
             self._log.finish()
@@ -439,6 +402,108 @@ class Trainer:
     def _note_save(self, saved: Saved | None) -> None:
         self._log.checkpoint(saved)
         self._events.tell_of_save(saved)
+
+    @contextmanager
+    def _ready(self, *, trains: bool = False) -> Iterator[None]:
+        """Begin the run if need be, and keep the caller's random numbers out of the block.
+
+        Args:
+            trains: whether the block trains a step.
+        """
+        if self._is_closed:
+            raise RuntimeError("the Trainer is closed; evaluate, predict and train before")
+        refuse_surroundings(trains=trains)
+        with self._own_numbers():
+            self._events.tell_of_change(self._begin(trains=trains))
+            if not trains:  # What is asked for between two steps sees the last one recorded.
+                self._settle()
+            yield
+            if self.is_over:  # From now on the user may train the model elsewhere.
+                self._give_model_back()
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Keep the caller's random numbers out of the block; within such a block, do nothing."""
+        if self._has_own_numbers:
+            yield
+            return
+        self._has_own_numbers = True
+        try:
+            with own_random_numbers(self.world.device):
+                yield
+        finally:
+            self._has_own_numbers = False
+
+    def _begin(self, *, trains: bool = False) -> Change | None:
+        """Restore or prepare, measure, and decide, once; return what that changed. Collective.
+
+        Args:
+            trains: whether steps follow, and with them evaluations, and not a prediction alone.
+        """
+        if self._elastic.have_begun:
+            return None
+        self._lent.borrow()
+        try:
+            self._deployment.fill_released()
+            checkpoint = self._state.open()
+            self._refuse_what_runs_wrongly(trains)
+            self._state.begin(checkpoint)
+            self._log.say(self._state.continues)
+            self._selection.forget_if_lost()
+            self._note_best()  # A metric other than the checkpoint's has no best yet.
+            self._start_log()
+            return self._decide_if_due()
+        except BaseException:  # A refused run leaves the user's model as it came.
+            self._lent.give_back()
+            raise
+
+    def _refuse_ended_run(self, had_begun: bool) -> None:
+        if not self.is_over:
+            return
+        raise RuntimeError(
+            f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
+            "larger epochs=, or resume, to go on"
+            if had_begun
+            else "the run that was continued had ended already, at step "
+            f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
+            "is_over calls begin() before it"
+        )
+
+    def _refuse_what_runs_wrongly(self, trains: bool) -> None:
+        data, evaluated = {"train_dataset": self._feed.samples}, self._evaluator.feed
+        if evaluated is not None:
+            data["eval_dataset"] = evaluated.samples
+        refuse_differing_ranks(
+            self._task, self.world, optimizer=self._optimizer.settings, data=data
+        )
+        if self._caches:
+            self._feed.look_for_randomness()
+        self._feed.warn_of_padding()
+        if self.world.is_main:
+            warn_of_large_batch(self.config, self._timeline.num_samples)
+            warn_of_low_weights(self._task.model.model)
+            warn_of_full_float32(self._task.model.model, self._task.computes_in, self.world.device)
+        self._coming.refuse_other_orders(self.world.group)
+        agree(self._log.open, group=self.world.group)
+        plainly_random = probe_sublayers(self._task, self.world, self._feed.read)
+        self._task.model.plainly_random.update(plainly_random)
+        config = self.config
+        evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
+        if trains and evaluates and evaluated is not None:
+            probe_evaluation(self._task, self.world, evaluated.read)
+
+    def _start_log(self) -> None:
+        profile = self._elastic.planner.measurements.profile
+        feeds = [f for f in (self._feed, self._evaluator.feed) if f is not None and f.may_cache]
+        ids = torch.arange(largest_micro_batch(self._task, self.world))
+        measured = self._feed.read_apart(ids) if self._caches else {}
+        cache_bytes = sum(feed.most_bytes(profile, measured) for feed in feeds if self._caches)
+        self._log.start(
+            self._elastic.clock(),
+            profile,
+            cache_bytes=cache_bytes,
+            unused=self._feed.unused_columns() if self.world.is_main else (),
+        )
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
         """Return loss and metrics over a dataset, the eval_dataset by default. Collective.
@@ -470,7 +535,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state under its own names on rank 0, {} elsewhere. Collective.
 
-        Until the run is over these are copies in host memory, as training goes on with its own.
+        Until the run is over they are copies in host memory, as training changes its own.
         """
         with self._ready():
             if not self.is_over:
@@ -486,9 +551,9 @@ class Trainer:
     def save_pretrained(self, folder: str | Path, processing_class: Any = None) -> None:
         """Write what `from_pretrained` loads: weights, configuration, tokenizer. Collective.
 
-        One of timm's factory is loaded by timm.create_model("local-dir:FOLDER", pretrained=True),
-        with the img_size=, patch_size=, ... that it was built with, which are not in the folder;
-        of others there is model.safetensors alone.
+        A timm model is loaded by timm.create_model("local-dir:FOLDER", pretrained=True), with the
+        img_size=, patch_size=, ... that it was built with, which are not in the folder. For models
+        of neither library the folder holds model.safetensors alone.
 
         Args:
             folder: created if missing, on rank 0's node.
@@ -501,10 +566,10 @@ class Trainer:
     def verify(self, batch: Batch | None = None) -> Verification:
         """Compare what is trained with the model's own forward and a plain loop. Collective.
 
-        On a few samples, without dropout and in float64 where the model computes in it, whatever
-        precision= says: outputs, loss, gradients and updated weights, in pipelines over all
-        processes. Twins of the model are trained; this run is as it was. Each rank has room for
-        two of them in host memory.
+        Outputs, loss, gradients and updated weights are compared, in pipelines over all processes.
+        That is done on a few samples, without dropout, and in float64 where the model computes in
+        it, whatever precision= says. Twins of the model are trained; this run is as it was. Each
+        rank needs room for two of them in host memory.
 
         Args:
             batch: entries by name, (N, ...) each with N >= 2; None takes the first of the
@@ -527,8 +592,9 @@ class Trainer:
             return self._elastic.measure()
 
     def plan_request(self, num_frozen: int) -> PlanRequest:
-        """Return what a decision before the coming step would ask of its planner with so many
-        frozen layers, from what `measure` has found.
+        """Return what a decision before the coming step would ask its planner.
+
+        Costs are those that `measure` has found.
         """
         return self._elastic.plan_request(num_frozen)
 
@@ -539,33 +605,28 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Return how many steps are done.
-
-        Before the first collective call of a resumed run this is not known yet: see `begin`.
-        """
+        """Return how many steps are done; of a resumed run, from `begin` on."""
         return self._timeline.position.step
 
     @property
     def epoch(self) -> float:
         """Return how many epochs are done, with the share of the coming one's steps."""
-        return self._timeline.epochs_done(self._replicas)
+        return self._timeline.epochs_done(self._elastic.replicas)
 
     @property
     def learning_rate(self) -> float:
         """Return the last step's rate, of the first parameter group; the first's before any."""
-        return self._clock().learning_rate if self._last_rate is None else self._last_rate
+        rate = self._last_rate
+        return self._elastic.clock().learning_rate if rate is None else rate
 
     @property
     def max_steps(self) -> int:
         """Return how many steps the whole run has, if the global batch stays what it is."""
-        return self._timeline.max_steps(self._replicas)
+        return self._timeline.max_steps(self._elastic.replicas)
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs are done, or the run was stopped before.
-
-        Before the first collective call of a resumed run this is not known yet: see `begin`.
-        """
+        """Tell whether all steps are done, or the run was stopped; if resumed, from `begin` on."""
         return self._timeline.is_over
 
     @property
@@ -583,45 +644,13 @@ class Trainer:
         """Return this rank's stage, another one after each transition."""
         return self._deployment.active_stage
 
-    @property
-    def _replicas(self) -> int:
-        """Return how many pipelines train; 1 before the first decision."""
-        return self._elastic.replicas
-
-    def _clock(self) -> Clock:
-        """Describe the coming step."""
-        return self._timeline.clock(self._replicas)
-
     def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and this replica's samples of the coming step and of all after it."""
-        for epoch, batch in self._coming.to_the_end(self._replicas):
+        for epoch, batch in self._coming.to_the_end(self._elastic.replicas):
             yield epoch, self._stage.share.read_of(batch)
 
-    def _begin(self, *, trains: bool = False) -> Change | None:
-        """Restore or prepare, measure, and decide, once; return what that changed. Collective.
-
-        Args:
-            trains: whether steps follow, and with them evaluations, and not a prediction alone.
-        """
-        if self._elastic.have_begun:
-            return None
-        self._lent.borrow()
-        try:
-            self._deployment.fill_released()
-            checkpoint = self._state.open()
-            self._refuse_what_runs_wrongly(trains)
-            self._state.begin(checkpoint)
-            self._log.say(self._state.continues)
-            self._selection.take_up()
-            self._note_best()  # Of another metric than the checkpoint's there is no best yet.
-            self._start_log()
-            return self._decide_if_due()
-        except BaseException:
-            self._lent.give_back()
-            raise
-
     def _borrow_model(self) -> None:
-        """Have the model as the last decision wants it, where it was given back since."""
+        """Freeze the model as the last decision says, if it was given back since."""
         if self._lent.borrow() and (decision := self._elastic.decision) is not None:
             set_frozen(self._task, decision.num_frozen, decision.resting)
 
@@ -631,82 +660,8 @@ class Trainer:
             self._deployment.stage.end_training()
         self._lent.give_back()
 
-    @contextmanager
-    def _ready(self, *, trains: bool = False) -> Iterator[None]:
-        """Begin the run if need be, and leave the caller's random numbers alone meanwhile."""
-        if self._is_closed:
-            raise RuntimeError("the Trainer is closed; evaluate, predict and train before")
-        refuse_surroundings(trains=trains)
-        with self._own_numbers():
-            self._events.tell_of_change(self._begin(trains=trains))
-            if not trains:
-                self._settle()
-            yield
-            if self.is_over:  # Its user may go on with the model.
-                self._give_model_back()
-
-    @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
-        """Leave the caller's random numbers alone meanwhile, once for all that is within."""
-        if self._has_own_numbers:
-            yield
-            return
-        self._has_own_numbers = True
-        try:
-            with own_random_numbers(self.world.device):
-                yield
-        finally:
-            self._has_own_numbers = False
-
-    def _refuse_ended_run(self, had_begun: bool) -> None:
-        if not self.is_over:
-            return
-        raise RuntimeError(
-            f"all {self.config.epochs} epochs are done, or the run was stopped; give a "
-            "larger epochs=, or resume, to go on"
-            if had_begun
-            else "the run that was continued had ended already, at step "
-            f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
-            "is_over calls begin() before it"
-        )
-
-    def _refuse_what_runs_wrongly(self, trains: bool) -> None:
-        data, evaluated = {"train_dataset": self._feed.samples}, self._evaluator.feed
-        if evaluated is not None:
-            data["eval_dataset"] = evaluated.samples
-        refuse_differing_ranks(
-            self._task, self.world, optimizer=self._optimizer.settings, data=data
-        )
-        if self._caches:
-            self._feed.look_for_randomness()
-        self._feed.warn_of_padding()
-        if self.world.is_main:
-            warn_of_large_batch(self.config, self._timeline.num_samples)
-            warn_of_low_weights(self._task.model.model)
-            warn_of_full_float32(self._task.model.model, self._task.computes_in, self.world.device)
-        self._coming.refuse_other_orders(self.world.group)
-        agree(self._log.open, group=self.world.group)
-        probe_sublayers(self._task, self.world, self._feed.read)
-        config = self.config
-        evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
-        if trains and evaluates and evaluated is not None:
-            probe_evaluation(self._task, self.world, evaluated.read)
-
-    def _start_log(self) -> None:
-        profile = self._elastic.planner.measurements.profile
-        feeds = [f for f in (self._feed, self._evaluator.feed) if f is not None and f.may_cache]
-        ids = torch.arange(largest_micro_batch(self._task, self.world))
-        measured = self._feed.read_apart(ids) if self._caches else {}
-        cache_bytes = sum(feed.most_bytes(profile, measured) for feed in feeds if self._caches)
-        self._log.start(
-            self._clock(),
-            profile,
-            cache_bytes=cache_bytes,
-            unused=self._feed.unused_columns() if self.world.is_main else (),
-        )
-
     def _saved_parts(self) -> dict[str, Part]:
-        """Return what saves itself into checkpoints, beside weights, moments and transitions."""
+        """Return by name what checkpoints hold beside weights, moments and decisions."""
         scale = self._deployment.loss_scale
         parts: dict[str, Part] = {
             "report": self.report,
@@ -717,37 +672,34 @@ class Trainer:
         }
         return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
 
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None = None,
+        trace: object = None,
+    ) -> None:
+        self._is_closed = True
+        self._close(failed=error_type is not None)
+        if isinstance(error, KeyboardInterrupt) and not self.is_over:
+            self._say_where(error)
+
+    def close(self) -> None:
+        """Wait for a checkpoint, and let go of all but rank 0's model, which stays usable."""
+        self.__exit__(None)
+
     def _say_where(self, error: KeyboardInterrupt) -> None:
         """Have an interrupt say where it has stopped the run, as the last line of its trace."""
         if not error.args and self._elastic.have_begun:
-            error.args = tuple(filter(None, [self._where_it_stopped()]))
-
-    def _where_it_stopped(self) -> str:
-        """Say at which step a run was left, and how it goes on; on other ranks "".
-
-        The save under way is given a moment, on all ranks.
-        """
-        newest, config = self._state.newest_checkpoint(), self.config
-        if not self.world.is_main:
-            return ""
-        stopped = f"stopped at step {self._timeline.position.step}"
-        if newest is not None:
-            return (
-                f"{stopped}; the newest checkpoint is {newest}: continue it with resume='auto', "
-                "or with train(resume_from_checkpoint=True) of pipetransformer.hf"
-            )
-        if config.folder is not None and config.saves:
-            return f"{stopped}, before the first checkpoint; resume='auto' starts the run anew"
-        return (
-            f"{stopped}; there is no checkpoint: a run that is to be continued needs folder= and "
-            "checkpoint_every_steps= or checkpoint_every_epochs="
-        )
+            error.args = tuple(filter(None, [self._state.where_it_stopped()]))
 
     def _close(self, *, failed: bool) -> None:
         """Wait for a checkpoint, and let go of all but rank 0's model.
 
-        Leaving the groups after an error would end the other ranks' waits, and whoever watches
-        would blame them: then only this process's own things are put in order.
+        After an error only this process's own things are put in order. Leaving the groups would
+        end the other ranks' waits with errors, and a launcher would blame those ranks.
         """
         try:
             if not failed:
@@ -769,7 +721,7 @@ class Trainer:
 def _check(
     config: TrainConfig, train_dataset: SizedDataset, eval_dataset: SizedDataset | None
 ) -> None:
-    """Refuse, before anything is started, what will not go together."""
+    """Refuse, before anything is started, data sets and settings that do not fit together."""
     check_dataset(train_dataset, "train_dataset")
     if eval_dataset is not None:
         check_dataset(eval_dataset, "eval_dataset")
@@ -785,6 +737,6 @@ def _join_world(config: TrainConfig) -> World:
         max_replicas=config.most_replicas(),
         stage_workers=config.stage_workers and tuple(config.stage_workers),
     )
-    if world.device.type == "cpu":
+    if world.device.type == "cpu":  # A step frees all its activations, and needs them again.
         keep_freed_memory()
     return world

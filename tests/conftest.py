@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pool import Pool, suit_tests
+from tests.helpers.pool import Pool, suit_tests
 
 # Tiny models pay a hundred times their cost to wake threads; and equality bit by bit holds for a
 # fixed number of them.

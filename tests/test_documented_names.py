@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_house import PACKAGES, all_modules, definitions
+from tests.helpers.house import PACKAGES, all_modules, definitions
 
 CLASSES = {
     node.name

@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from pipetransformer import Trainer, cli
-from tests.models import tiny_data, tiny_model
-from tests.tiny_hub import tiny_hub
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.tiny_hub import tiny_hub
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,8 +19,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests import tiny_hub
-from tests.test_house import PACKAGES
+from tests.helpers import tiny_hub
+from tests.helpers.house import PACKAGES
 from tests.test_readme import programs
 
 ROOT = Path(__file__).parents[1]

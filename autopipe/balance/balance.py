@@ -1,18 +1,4 @@
-"""Choose how many layers each partition of a pipeline gets, by measuring the layers.
-
-Split a chain into contiguous parts whose sums differ by at most its largest element.
-
-Legend: M is the largest cost, c the largest smallest sum that any split into so many parts has.
-
-1. From the right, start every part as late as its sum still reaches c: `latest`. No such part has
-   a sum above c + M, as one unit less would not reach c.
-2. From the left, end every part as late as its sum stays within c + M, but no later than the
-   next start in `latest`, so that what follows can still reach c.
-
-A part that ends at a start in `latest` is followed by parts of `latest`, within c + M by step 1.
-If none does, all but the last ended before a unit that did not fit, so their sums exceed c; the
-last cannot exceed c + M, or all would exceed c, the largest smallest sum.
-"""
+"""Choose how many layers each partition of a pipeline gets, by measuring the layers."""
 
 from __future__ import annotations
 
@@ -32,8 +18,7 @@ from autopipe.partition import best_split, greedy_partition
 ALGORITHMS = ("exact", "greedy", "block")
 
 
-# The documented interface of both functions has more parameters than the house allows.
-def balance_by_time(  # noqa: PLR0913
+def balance_by_time(  # noqa: PLR0913 - the documented interface
     partitions: int,
     module: nn.Sequential,
     sample: Tensors,
@@ -53,23 +38,24 @@ def balance_by_time(  # noqa: PLR0913
             skips.
         sample: input of any batch size.
         timeout: seconds; passes over the layers repeat until they are over, once at least.
-        device: where module and sample must be; None means wherever the sample is.
-        algorithm: "exact" makes the dearest partition as cheap as can be; "block" makes partitions
-            differ by at most the dearest layer; "greedy" is PipeTransformer's Algorithm 1, which
-            depends on the unit (here seconds) and may fail.
+        device: where module and sample must be; None for any device.
+        algorithm: "exact" makes the dearest partition as cheap as possible; "block" makes
+            partitions differ by at most the dearest layer; "greedy" is PipeTransformer's
+            Algorithm 1, which depends on the unit (here seconds) and may fail.
         memory_limit_bytes: most bytes of a partition, one number for all or one for each, counted
             by `balance_by_size` with its defaults; only for "exact".
     Returns:
-        Number of layers in each partition, for `GPipe`.
+        number of layers in each partition, for `GPipe`.
     Raises:
         TypeError: the module is no nn.Sequential, or an input or output is neither a tensor nor a
             tuple of tensors.
-        ValueError: module, sample and device do not agree; an argument is out of its range; no
-            split fits the limits; or "greedy" leaves a partition empty.
+        ValueError: module, sample and device do not agree; an argument is out of range; no split
+            fits the limits; or "greedy" leaves a partition empty.
     Source: torchgpipe's documentation, 2.3.4. Its default device is CUDA, its algorithm "block".
     """
     limits = _check_choice(partitions, module, algorithm, memory_limit_bytes)
     _check_placement(module, sample, device)
+    # 2: parameters and gradients.
     sizes = layer_bytes(module, sample, param_scale=2.0) if limits else []
     seconds = layer_seconds(module, sample, timeout_s=timeout)
     return _split(seconds, partitions, algorithm, sizes=sizes, limits=limits)
@@ -114,6 +100,7 @@ def balance_by_size(  # noqa: PLR0913
             f"param_scale must be at least 0, got {param_scale}; 2 counts parameters and gradients"
         )
     sizes = layer_bytes(module, _micro_batch(input, chunks), param_scale=param_scale)
+    # "greedy" depends on the unit: in bytes, its variance would swamp the mean.
     millions = [size / 1e6 for size in sizes]
     return _split(millions, partitions, algorithm, sizes=sizes, limits=limits)
 
@@ -240,14 +227,27 @@ def _split(
 
 
 def block_partition(costs: Sequence[float], num_parts: int) -> tuple[int, ...]:
-    """Split costs into parts, none of them empty; return num_parts + 1 boundaries.
+    """Split costs into parts, none of them empty, whose sums differ by at most the largest cost.
 
-    Of all splits none has a larger smallest part. The largest part is at most twice the best one.
+    No split has a larger smallest part. The largest part is at most twice the best split's.
 
+    Legend: M is the largest cost; c is the largest smallest sum of any split into num_parts.
+
+    1. From the right, start every part as late as its sum still reaches c: `latest`. No such part
+       has a sum above c + M, as one unit less would not reach c.
+    2. From the left, end every part as late as its sum stays within c + M, but no later than the
+       next start in `latest`, so that the rest can still reach c.
+
+    A part that ends at a start in `latest` is followed by parts of `latest`, within c + M by step
+    1. If none does, all but the last ended before a unit that did not fit, so their sums exceed c.
+    Then the last cannot exceed c + M, or all would exceed c, the largest smallest sum.
+
+    Returns:
+        num_parts + 1 boundaries.
     Source: Barany and Grinberg, Block partitions of sequences (2015), whose theorem this keeps.
     They move boundaries one by one; ours builds the parts in two passes, and fills them all.
     """
-    # Sums of floats depend on their order; a guarantee about their difference needs exact ones.
+    # Exact sums, because float sums depend on their order and would break the guarantee.
     exact = [Fraction(cost) for cost in costs]
     total = [Fraction(0), *accumulate(exact)]
     smallest, latest = _largest_smallest_part(total, num_parts)
@@ -262,6 +262,7 @@ def _largest_smallest_part(
     total: list[Fraction], num_parts: int
 ) -> tuple[Fraction, tuple[int, ...]]:
     smallest = Fraction(0)
+    # Each round asks for parts that all exceed the smallest so far, until no split has them.
     while (better := _latest_starts(total, num_parts, smallest, strict=True)) is not None:
         smallest = min(total[last] - total[first] for first, last in pairwise(better))
     latest = _latest_starts(total, num_parts, smallest, strict=False)
@@ -272,14 +273,14 @@ def _largest_smallest_part(
 def _latest_starts(
     total: list[Fraction], num_parts: int, smallest: Fraction, *, strict: bool
 ) -> tuple[int, ...] | None:
-    """Start every part as late as its sum reaches (strict: exceeds) the smallest one.
+    """Start every part as late as its sum reaches (strict: exceeds) `smallest`.
 
-    The first part is all that is left; None where too little is.
+    The first part takes the rest; None if that is too little.
     """
     find = bisect_left if strict else bisect_right
     starts = [len(total) - 1]
     for part in reversed(range(num_parts)):
-        # A part has at least one unit, also where units cost nothing.
+        # The -1 gives a part at least one unit, even if units cost nothing.
         start = min(find(total, total[starts[-1]] - smallest), starts[-1]) - 1
         if start < part:
             return None

@@ -1,8 +1,8 @@
 """Measure the seconds and bytes of each layer of an nn.Sequential.
 
-Every layer runs as if it were a partition of its own: the graph is cut at its input, at its
-output and at the skips that it stashes or pops, and is dropped before the next layer runs. So only
-one layer's activations are in memory, and none counts for two layers.
+Every layer runs like a partition of its own: the graph is cut at its input, its output and its
+skips, and is dropped before the next layer runs. So only one layer's activations are in memory,
+and none counts for two layers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Tensors = Tensor | tuple[Tensor, ...]
 """What a layer takes and returns."""
 
 _State = tuple[Tensors, SkipStore]
-"""What passes from layer to layer: the hidden state, and the skips that wait."""
+"""The hidden state, and the skips that wait."""
 
 _Measure = Callable[[Callable[[], _State], list[Tensor]], tuple[_State, float]]
-"""Runs the given forward of a layer that was handed these tensors."""
+"""Runs a layer's forward, which takes these tensors; returns its results and its cost."""
 
 
 def members(tensors: Tensors) -> tuple[Tensor, ...]:
@@ -38,10 +38,7 @@ def are_tensors(value: Any) -> bool:
 
 
 def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -> list[float]:
-    """Return the seconds of each layer's forward and backward in train mode, over all passes.
-
-    Of several the first one only warms up: it alone initialises libraries and chooses algorithms.
-    """
+    """Return the seconds of each layer's forward and backward in train mode, over all passes."""
     device = members(sample)[0].device
     start_s = time.perf_counter()
     with left_as_found([module], device):
@@ -49,13 +46,14 @@ def layer_seconds(module: nn.Sequential, sample: Tensors, *, timeout_s: float) -
         passes: list[list[float]] = []
         while not passes or time.perf_counter() - start_s < timeout_s:
             passes.append(_measure_layers(module, sample, partial(_seconds, device)))
+    # The first pass also initialises libraries and chooses algorithms: it counts only if alone.
     return [sum(seconds) for seconds in zip(*passes[1:] or passes, strict=True)]
 
 
 def _seconds(
     device: torch.device, forward: Callable[[], _State], taken: list[Tensor]
 ) -> tuple[_State, float]:
-    """Time a forward and a backward from all that it made; skips bring gradients of their own."""
+    """Time a forward, and a backward from all its results; skips bring gradients of their own."""
     start_s = now_s(device)
     made = forward()
     forward_s = now_s(device) - start_s
@@ -70,8 +68,8 @@ def _seconds(
 def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -> list[float]:
     """Return the bytes that training keeps of each layer: activations and parameters.
 
-    Activations are the output, stashed skips, and what else the layer's graph holds, without the
-    input. CUDA tells how much a forward allocated. Elsewhere storages are counted, which misses
+    Activations are the output, stashed skips, and all else that the layer's graph holds, without
+    the input. CUDA reports what a forward allocated. Elsewhere storages are counted, which misses
     tensors that an autograd.Function keeps without `save_for_backward`.
     """
     device = members(sample)[0].device
@@ -80,7 +78,7 @@ def layer_bytes(module: nn.Sequential, sample: Tensors, *, param_scale: float) -
     with left_as_found([module], device):
         module.train()
         if device.type == "cuda":
-            # Libraries allocate workspaces at first use and keep them; no layer shall bear them.
+            # Warm-up: libraries allocate workspaces at first use, which belong to no layer.
             _measure_layers(module, sample, measure)
         activations = _measure_layers(module, sample, measure)
     parameters = unshared(layer.parameters() for layer in module)
@@ -108,12 +106,12 @@ def _kept(
 
 
 def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Find the tensors that a graph holds because it accumulates their gradients."""
+    """Yield the leaves whose gradients a graph accumulates, and which it therefore holds."""
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        # Only nodes that accumulate a gradient have it.
+        # Only AccumulateGrad nodes have a variable.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
@@ -143,6 +141,7 @@ def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -
 def _measure_layer(
     index: int, layer: nn.Module, taken: _State, measure: _Measure
 ) -> tuple[_State, float]:
+    # In a frame of its own, so that the layer's graph is freed before the next layer runs.
     # Copies, because a leaf that needs a gradient forbids layers that work in place.
     copied = tree_map_only(Tensor, Tensor.clone, taken)
     handed = _tensors((taken, copied))
@@ -162,6 +161,7 @@ def _forward(index: int, layer: nn.Module, hidden: Tensors, skips: SkipStore) ->
 
 
 def _cut(tensor: Tensor) -> Tensor:
+    # As between stages, whether or not the layer's output needed a gradient.
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_(differentiable)
 

@@ -1,4 +1,4 @@
-"""Model the costs of a machine that is only described, from counted kernels."""
+"""Model a profile for a cluster that is only described, from counted kernels."""
 
 from autopipe.cluster.description import load_cluster, modelled_profile, parse_bytes
 

@@ -1,17 +1,13 @@
-"""Describe a cluster in a few numbers, read from a small TOML, so that it need not be at hand.
+"""Model a profile for a cluster that a small TOML describes, without running on it.
 
-docs/clusters/ has examples, and docs/planning.md says what the keys mean.
-
-Model a profile for a described cluster, from FLOPs and bytes instead of a stopwatch.
-
-A kernel takes the longer of its arithmetic and its memory traffic, plus a fixed overhead:
+docs/clusters/ has examples; docs/planning.md explains the keys. A kernel takes the longer of its
+arithmetic and its memory traffic, plus a fixed overhead:
 
     seconds = max(FLOPs / flops_per_s, bytes / memory_bytes_per_s) + kernel_overhead_s
 
-FLOPs and bytes of a kernel grow in proportion to the samples, beside a constant part (weights),
-so that counting two batches gives every other.
+FLOPs and bytes of a kernel are linear in the samples, so that two counted batches give all sizes.
 
-Source: the roofline model (Williams, Waterman and Patterson 2009), here kernel by kernel.
+Source: the roofline model (Williams, Waterman and Patterson 2009), applied to each kernel.
 """
 
 from __future__ import annotations
@@ -51,8 +47,8 @@ _BYTES = {
 class Cluster:
     """State what a cluster of equal nodes can do, by the keys of its file.
 
-    All are of a slot, a device or a share of one; but `node_link` is of a node, whose slots share
-    it. `flops_per_s` is achieved in large matrix products, by dtype.
+    Numbers are per slot, which is a device or a share of one; only `node_link` is per node, and
+    shared by its slots. `flops_per_s` is the rate achieved in large matrix products, by dtype.
     """
 
     name: str
@@ -73,7 +69,6 @@ class Cluster:
         return self.nodes * self.slots_per_node
 
     def kernel_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Return what a kernel takes: the longer of its arithmetic and its memory, and more."""
         arithmetic_s = flops / self.flops_per_s[dtype]
         return max(arithmetic_s, num_bytes / self.memory_bytes_per_s) + self.kernel_overhead_s
 
@@ -82,8 +77,8 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster's TOML.
 
     Raises:
-        ValueError: the file cannot be read, is no TOML, lacks a key, has an unknown one, or gives
-            a value that is not allowed.
+        ValueError: the file cannot be read or is no TOML; or a key is missing, unknown, or has a
+            value that is not allowed.
     """
     try:
         values = tomllib.loads(Path(path).read_text())
@@ -94,7 +89,7 @@ def load_cluster(path: str | Path) -> Cluster:
     allowed = (*(field.name for field in fields(Cluster)), "efficiency")
     table = _Table(str(path), values, allowed)
     nodes, slots = table.count("nodes"), table.count("slots_per_node")
-    # Those that nothing uses are looked at, too.
+    # A link that no message can use may be missing; if given, it is checked, too.
     unused = LinkCost(0.0, math.inf)
     link = table.link("link") if slots > 1 or "link" in values else unused
     return Cluster(
@@ -117,7 +112,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 @dataclass(frozen=True)
 class _Table:
-    """Take checked values out of a table, naming file and key where they are wrong."""
+    """Take checked values out of a table; errors name the file and the key."""
 
     path: str
     values: Mapping[str, Any]
@@ -135,7 +130,7 @@ class _Table:
     def take(
         self, key: str, wanted: str, is_right: Callable[[Any], bool], default: Any = None
     ) -> Any:
-        """Return a value, or the default, which is not None where the key may be missing."""
+        """Return a value, or the default; without a default the key is required."""
         value = self.values.get(key, default)
         if value is None:
             raise ValueError(f"{self.path} lacks {self.prefix}{key}; give {wanted}")
@@ -145,12 +140,12 @@ class _Table:
 
     def count(self, key: str) -> int:
         wanted = "a whole number, at least 1"
+        # type(), because isinstance takes a boolean for a number.
         return int(self.take(key, wanted, lambda value: type(value) is int and value >= 1))
 
     def number(
         self, key: str, *, least: float = 0, most: float = _FINITE, default: float | None = None
     ) -> float:
-        """Return a number in the unit that its key names; a text with a unit is refused."""
         number: float = self.take(
             key,
             f"a number of at least {least:g}, without a unit, such as 16e9 or 8e-6",
@@ -191,7 +186,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes that a text such as "16 GiB" or "65536" states.
 
     Raises:
-        ValueError: it states none.
+        ValueError: the text is no size.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?) *([A-Za-z]*)", text)
     size = float(match[1]) * _BYTES.get(match[2], 0) if match else 0
@@ -204,12 +199,12 @@ def parse_bytes(text: str) -> int:
 
 
 BATCH_SIZES = tuple(1 << exponent for exponent in range(11))
-"""Micro-batch sizes of a modelled profile; between them its times are interpolated."""
-# A single sample may take another path: its tensors are contiguous where others' are not.
+"""Micro-batch sizes of a modelled profile."""
+# Not 1: a single sample may start other kernels, as its tensors are always contiguous.
 _COUNTED = (2, 4)
 _UPDATE_PASSES = 8
-"""The norm reads the gradient; a fused AdamW reads weight, gradient and two moments, and writes
-all but the gradient."""
+"""The gradient norm reads the gradient. A fused AdamW reads weight, gradient and two moments, and
+writes all but the gradient."""
 _ADAMW_MOMENTS, _ADAMW_STEP_BYTES = 2, 4
 _KernelTime = Callable[[float, float], float]
 
@@ -220,9 +215,8 @@ def modelled_profile(
     """Model the costs of a model's sublayers, and of the cluster's links.
 
     Args:
-        sublayers: bottom first, on the meta device, in the dtype that they train in.
+        sublayers: bottom first, on the meta device, in the dtype that they train in (by AdamW).
         sample: tensors of at least one sample; only shapes and dtypes count.
-        cluster: where it would train, by AdamW.
     Raises:
         ValueError: the cluster states no FLOP/s for the dtype, or the sublayers cannot be counted
             without data.
@@ -258,7 +252,7 @@ def modelled_profile(
 
 
 def _dtype_of(sublayers: Sequence[ProfiledSublayer]) -> str:
-    """Return the dtype of most parameters, by its name."""
+    """Return the name of most parameters' dtype."""
     sizes = Counter[torch.dtype]()
     for sublayer in sublayers:
         for parameter in sublayer.module.parameters():
@@ -302,6 +296,7 @@ def _cost(
 def _seconds(
     small: Sequence[Kernel], large: Sequence[Kernel], size: int, kernel_s: _KernelTime
 ) -> float:
+    # Straight lines through the two counts; below them a line may fall under 0.
     steps = (size - _COUNTED[0]) / (_COUNTED[1] - _COUNTED[0])
     return sum(
         kernel_s(

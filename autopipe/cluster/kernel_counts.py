@@ -1,16 +1,17 @@
 """Count what the kernels of a chain of sublayers compute and move, without running them.
 
-The chain runs on the meta device, where tensors have shapes and no memory, so that a model of any
-size can be counted on any machine. Attention and dropout count as the one kernel each that a GPU
-runs for them. FLOPs are those of matrix products, convolutions and attention; every other kernel
-is known by the bytes that it reads and writes.
+The chain runs on the meta device, where tensors have shapes and no memory. So any machine can
+count a model of any size. Attention and dropout count as the one kernel each that a GPU runs.
+FLOPs are those of matrix products, convolutions and attention, two a multiply-add. Every other
+kernel costs only the bytes that it reads and writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from autopipe.cluster.flops import flops_of
 from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found, storages
 
 _META = torch.device("meta")
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty}
 _GATHERS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
-"""They read only what they return of their first tensor."""
+"""They read of their first tensor only the part that they return."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SublayerKernels:
-    """Hold the kernels of a sublayer's passes, as in `SublayerCost`; of the whole backward."""
+    """Hold the kernels of a sublayer's passes; `backward` is the whole one."""
 
     forward: tuple[Kernel, ...]
     input_backward: tuple[Kernel, ...]
@@ -54,9 +55,9 @@ def count_kernels(
     """Count every sublayer's passes over a batch, all on the meta device.
 
     Raises:
-        ValueError: a sublayer looks at the values of its input, which are not there, or runs an
-            operation of which nobody says what it computes.
-        TypeError: it returns something else than one tensor.
+        ValueError: a sublayer reads the values of its input, which do not exist here, or runs an
+            operation without a FLOP formula.
+        TypeError: a sublayer returns something else than one tensor.
     """
     counts: list[SublayerKernels] = []
     below: Tensor | None = None
@@ -77,7 +78,7 @@ def count_kernels(
 def count_bytes(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """Count as `chain_bytes` does, for sublayers and a batch as `count_kernels` takes them."""
+    """Count as `chain_bytes` does, on the meta device."""
     with _META, _FusedKernels():
         return chain_bytes(sublayers, batch)
 
@@ -87,6 +88,7 @@ def _count(
 ) -> tuple[SublayerKernels, Tensor]:
     trained = nn.ParameterList(p for p in sublayer.module.parameters() if p.requires_grad)
     forward, backward, output = _train(sublayer, below, batch)
+    # Once more without the weights' gradients: what is left is the input's.
     trained.requires_grad_(False)
     _, input_backward, _ = _train(sublayer, below, batch)
     trained.requires_grad_(True)
@@ -108,6 +110,7 @@ def _train(
         output = sublayer.run(hidden, batch)
     backward = _KernelCounter()
     if output.requires_grad:
+        # Existing gradients, as of an earlier micro-batch, make the backward add to them.
         for parameter in sublayer.module.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         gradient = torch.empty_like(output)
@@ -130,7 +133,7 @@ class _KernelCounter(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if _starts_kernel(func, inputs, outputs):
             read = [*outputs, *inputs[1:]] if func.overloadpacket in _GATHERS else inputs
-            # Of an expanded tensor those bytes that exist.
+            # An expanded tensor has fewer bytes in memory than its shape says.
             num_bytes = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*outputs, *read))
             self.kernels.append(Kernel(flops_of(func, args, kwargs, result), num_bytes))
         return result
@@ -140,6 +143,7 @@ def _starts_kernel(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor
     """Tell kernels from views and allocations."""
     if not outputs or func.overloadpacket in _ALLOCATIONS:
         return False
+    # A result in an input's storage is a view, unless the operation wrote into it.
     is_view = storages(outputs).keys() <= storages(inputs).keys()
     return not is_view or func._schema.is_mutable
 
@@ -154,7 +158,7 @@ class _FusedKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
-            # No mode is asked about what a function of torch calls in turn.
+            # Modes do not see what a function of torch calls in turn: patch it.
             with _replaced_attention():
                 return func(*args, **kwargs)
         fused = {_SCALED_ATTENTION: _attention, F.dropout: _dropout}
@@ -183,7 +187,8 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand for any fused attention: equal in what they compute and keep."""
+    """Run the CPU's fused attention, which stands for all: equal in FLOPs and in what is kept."""
+    # What the CPU's fused attention does not take goes torch's own way.
     is_uneven = value.shape[-1] != query.shape[-1]
     if query.dim() != 4 or is_uneven or options.get("enable_gqa"):
         return _SCALED_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
@@ -199,3 +204,81 @@ def _dropout(
     if p == 0 or not training:
         return input
     return torch.native_dropout(input, p, True)[0]
+
+
+_FLASH = "_scaled_dot_product_flash_attention"
+COUNTED_AS = {
+    getattr(_aten, f"{_FLASH}_for_cpu"): getattr(_aten, _FLASH),
+    getattr(_aten, f"{_FLASH}_for_cpu_backward"): getattr(_aten, f"{_FLASH}_backward"),
+}
+"""Operations that torch before 2.15 does not count, and the operations whose formulas fit."""
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the FLOPs of an operation that has run.
+
+    Raises:
+        NotImplementedError: the operation is not torch's, and no formula is registered for it.
+    """
+    packet = func.overloadpacket
+    # Ours first: torch has wrong formulas for some of these.
+    if (formula := _FORMULAS.get(packet)) is not None:
+        return formula(*args, **kwargs)
+    count = flop_registry.get(packet, flop_registry.get(COUNTED_AS.get(packet)))
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=result))
+    if func.namespace not in {"aten", "prims"}:
+        raise NotImplementedError(
+            f"nobody has said, by torch.utils.flop_counter.register_flop_formula, what {packet} "
+            "computes"
+        )
+    return 0
+
+
+def _convolution_backward(gradient: Tensor, hidden: Tensor, weight: Tensor, *options: Any) -> int:
+    """Count the forward's FLOPs for each gradient that is asked for.
+
+    torch's formula ignores that a group's weights see only that group's channels.
+
+    Args:
+        gradient: of the output.
+        hidden: the input.
+        weight: (C_out, C_in / groups, ...); if transposed (C_in, C_out / groups, ...).
+        options: of `aten.convolution_backward`, from bias_sizes on.
+    """
+    is_transposed, output_mask = options[4], options[-1]
+    batch, _, *places = (hidden if is_transposed else gradient).shape
+    return 2 * batch * prod(places) * weight.numel() * sum(output_mask[:2])
+
+
+def _grouped_mm(left: Tensor, right: Tensor, *options: Any, **named: Any) -> int:
+    """Count a grouped product; a 2-D side divides its rows or columns among the groups."""
+    groups = len(left) if left.dim() == right.dim() == 3 else 1
+    return 2 * groups * prod(left.shape[-2:]) * right.shape[-1]
+
+
+def _mv(matrix: Tensor, vector: Tensor) -> int:
+    return 2 * matrix.numel()
+
+
+def _trilinear(*args: Any, **named: Any) -> int:
+    """Count a bilinear form, or one of its gradients, as a product over all summed dimensions.
+
+    Args:
+        args: three tensors, then the dimensions to insert into each.
+    """
+    shapes = []
+    for tensor, expanded in zip(args[:3], args[3:6], strict=True):
+        shape = list(tensor.shape)
+        for dimension in sorted(expanded):
+            shape.insert(dimension, 1)
+        shapes.append(shape)
+    return 2 * prod(torch.broadcast_shapes(*shapes))
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten.convolution_backward: _convolution_backward,
+    _aten._grouped_mm: _grouped_mm,
+    _aten._trilinear: _trilinear,
+    _aten.mv: _mv,
+}

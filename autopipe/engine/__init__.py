@@ -1,7 +1,7 @@
-"""Run one stage's program of micro-batches; how a neighbour is reached is a link.
+"""Run one stage's program of micro-batches; a link reaches each neighbour.
 
 schedule ─► executor ─► graph_cut: a local autograd graph for every micro-batch
-               └─► link ◄─ process_link ◄─ channel ◄─ stream_watchdog
+               └─► links (to other processes) ◄─ stream_watchdog
 """
 
 from autopipe.engine.current_micro_batch import (

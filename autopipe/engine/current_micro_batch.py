@@ -1,4 +1,4 @@
-"""Tell layers which micro-batch runs now, and whether its forward is checkpointed or repeated."""
+"""Let layers ask which micro-batch runs, and whether its forward is checkpointed or repeated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 class ForwardPass:
     """Name one forward of one micro-batch through one partition.
 
-    A checkpointing one keeps only its input, and is repeated, recomputing, before the backward.
+    Args:
+        checkpointing: only the input is kept, and the forward is repeated before the backward.
+        recomputing: this forward is the repetition.
     """
 
     micro_batch: int
@@ -21,6 +23,7 @@ class ForwardPass:
     recomputing: bool = False
 
 
+# Partitions run as threads of one process, each with a micro-batch of its own.
 class _Current(threading.local):
     forward_pass: ForwardPass | None = None
 
@@ -29,7 +32,7 @@ _current = _Current()
 
 
 def current_forward_pass() -> ForwardPass | None:
-    """Return the forward that runs in this thread; None outside of a pipeline."""
+    """Return the forward that runs in this thread; None outside a pipeline."""
     return _current.forward_pass
 
 
@@ -43,14 +46,14 @@ def running(forward_pass: ForwardPass) -> Iterator[None]:
 
 
 def is_checkpointing() -> bool:
-    """Tell whether the forward that runs now will be repeated before its backward."""
+    """Tell whether the present forward will be repeated before its backward."""
     return _current.forward_pass is not None and _current.forward_pass.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Tell whether the forward that runs now repeats an earlier one.
+    """Tell whether the present forward repeats an earlier one.
 
-    A layer with a side effect asks this so as not to apply it twice:
+    A layer with a side effect asks, to apply it only once:
 
         def forward(self, input):
             if not is_recomputing():

@@ -1,4 +1,4 @@
-"""Run one stage's program: the instructions of a schedule, in its order and never autograd's."""
+"""Run one stage's program: a schedule's instructions, in the schedule's order, not autograd's."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _T = TypeVar("_T")
 
 
 class StageWork(ABC):
-    """Say what a stage computes on a micro-batch; the engine says when."""
+    """Define what a stage computes on a micro-batch; the engine decides when."""
 
     @abstractmethod
     def first_input(self, micro_batch: int) -> Payload:
-        """Return what the first stage's layers take."""
+        """Return what the first stage's layers are given."""
 
     @abstractmethod
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
-        """Run the stage's layers; each tensor's first dimension is the sample."""
+        """Run the stage's layers; tensors are (B, ...)."""
 
     @abstractmethod
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor | None:
-        """Take the last stage's output; return the 0-dim value to back-propagate.
+        """Take the last stage's output; return the 0-dim loss to back-propagate.
 
-        None where `output_gradients` will give the outputs' gradients, or no backward follows.
+        None if `output_gradients` gives the outputs' gradients, or no backward follows.
         """
 
     def output_gradients(self, micro_batch: int) -> Gradients:
-        """Return the gradients of the last stage's outputs, where `finish` gave no loss."""
+        """Return the gradients of the last stage's outputs, if `finish` gave no loss."""
         raise NotImplementedError(f"{type(self).__name__} back-propagates losses only")
 
     def update(self, micro_batch: int) -> None:
-        """Update the stage's weights, where the schedule has a batch end with a micro-batch."""
+        """Update the stage's weights; `micro_batch` is its last of a batch."""
         raise NotImplementedError(f"{type(self).__name__} leaves its weights to its caller")
 
     def backward(
@@ -64,10 +64,12 @@ class StageWork(ABC):
         *,
         retain: bool,
     ) -> Gradients:
-        """Back-propagate; unless overridden, into the `grad` of every leaf.
+        """Back-propagate, here into the `grad` of every leaf; return the inputs' gradients.
 
-        There is one gradient a start, None for a loss. Anchors are the leaves that stand for the
-        stage's inputs, whose gradients are returned. Retained, the graph is needed again.
+        Args:
+            gradients: one for each start; None for a loss.
+            anchors: leaves that stand for the stage's inputs.
+            retain: whether the graph is needed again.
         """
         torch.autograd.backward(starts, gradients, retain_graph=retain)
         return tuple(None if anchor is None else anchor.grad for anchor in anchors)
@@ -84,18 +86,27 @@ class StageLinks:
 
 @dataclass(frozen=True)
 class StageReport:
+    """Report one portion of a step.
+
+    Args:
+        compute_s: forwards, recomputations, backwards and updates; on a GPU, launching them.
+        wait_s: waiting for a neighbour to send or to take.
+        peak_in_flight: most micro-batches whose graphs were kept at once.
+    """
+
     compute_s: float
-    """In forwards, recomputations, backwards and updates; on a GPU, of launching them."""
     wait_s: float
-    """Until a neighbour had sent, or had taken."""
     peak_in_flight: int
-    """Most micro-batches whose activations were kept at once."""
 
 
 class StageRun:
     """Run a stage's program, a row of a schedule, for one step, at once or in portions.
 
-    `sizes` are the samples of every micro-batch; a recorder notes when each instruction ran.
+    Args:
+        sizes: samples of each micro-batch.
+        recorder: notes when each instruction ran; None for no trace.
+    Attributes:
+        current: the instruction that runs, or ran last.
     """
 
     def __init__(
@@ -105,7 +116,7 @@ class StageRun:
         links: StageLinks,
         sizes: Sequence[int],
         *,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None,
     ) -> None:
         self.current: Instruction | None = None
         self._work, self._links, self._recorder = work, links, recorder
@@ -113,14 +124,12 @@ class StageRun:
         backwards = [ins for ins in program if ins.op is Op.BACKWARD]
         self._last_backward = backwards[-1] if backwards else None
         self._checkpointed = {ins.micro_batch for ins in program if ins.op is Op.RECOMPUTE}
-        # By micro-batch, what is kept between a forward and its backward. Inputs are kept from
-        # their arrival to the forward; checkpointed ones to the backward.
+        # All by micro-batch. Inputs stay until the forward, checkpointed ones until the backward.
         self._inputs: dict[int, Payload] = {}
-        # What gets the inputs' gradients, while their graph is alive.
         self._anchors: dict[int, Gradients] = {}
         self._outputs: dict[int, Payload] = {}
         self._roots: dict[int, Roots] = {}
-        # Of a checkpointed micro-batch's inputs, where its outputs need a gradient.
+        # In-place versions of checkpointed inputs; only of those that a backward will need.
         self._versions: dict[int, list[int]] = {}
         self._gradients: dict[int, Gradients] = {}
         self._input_gradients: dict[int, Gradients] = {}
@@ -140,9 +149,8 @@ class StageRun:
         """Execute a portion of the program.
 
         Args:
-            retain: whether its backwards will be asked for once more.
-            before_last_backward: called once, when the gradients of the coming backward complete
-                the step's.
+            retain: whether its backwards will run once more.
+            before_last_backward: called once, before the backward that completes the gradients.
         Raises:
             the links' peers' error: a neighbour did not send or take a micro-batch in time.
             RuntimeError: the input of a checkpointed forward was changed in place.
@@ -162,11 +170,11 @@ class StageRun:
 
     @property
     def will_repeat(self) -> bool:
-        """Tell whether a forward that has run is to be repeated before its backward."""
+        """Tell whether a forward that has run must be repeated before its backward."""
         return bool(self._versions)
 
     def take_input_gradients(self) -> dict[int, Gradients]:
-        """Hand over, once, the gradients of the first stage's inputs, by micro-batch."""
+        """Return and forget the gradients of the first stage's inputs, by micro-batch."""
         gradients, self._input_gradients = self._input_gradients, {}
         return gradients
 
@@ -177,6 +185,7 @@ class StageRun:
             sent_bytes = total_bytes(self._outputs[i].tensors)
         elif op is Op.SEND_GRADIENT:
             sent_bytes = total_bytes(self._input_gradients[i])
+        # Sizes were read first: a send gives its tensors away.
         with recorder.span(instruction, sent_bytes=sent_bytes):
             self._execute(op, i)
             recorder.keeps(
@@ -187,7 +196,7 @@ class StageRun:
 
     def _execute(self, op: Op, i: int) -> None:
         if op is Op.FORWARD:
-            self._prepare_forward(i)
+            self._await_forward(i)
             self._timed("compute", self._forward, i)
         elif op is Op.RECOMPUTE:
             self._timed("compute", self._recompute, i)
@@ -211,10 +220,11 @@ class StageRun:
         self._spent_s[kind] += time.perf_counter() - start
         return result
 
-    def _prepare_forward(self, i: int) -> None:
+    def _await_forward(self, i: int) -> None:
         if self._links.above is not None:
             self._timed("wait", self._links.above.reserve, i)
         if self._links.below is None:
+            # Not timed: reading samples is no compute.
             self._inputs[i] = self._work.first_input(i)
         if self._recorder is not None:
             self._recorder.starts_forward()
@@ -225,8 +235,8 @@ class StageRun:
         with running(ForwardPass(i, self._num_micro_batches, checkpointing=checkpointing)):
             outputs = self._work.forward(i, self._enter(i))
             if checkpointing:
-                # The graph ends here; only with one do layers go the way they will go again, and
-                # is it known which outputs need a gradient.
+                # The forward ran with a graph, though it is dropped here: layers must behave as
+                # in the repetition, and the graph tells which outputs need a gradient.
                 outputs = cut(outputs)
                 if any(map(needs_gradient, outputs.tensors)):
                     self._versions[i] = before
@@ -237,7 +247,8 @@ class StageRun:
             self._keep(i, outputs, loss)
 
     def _enter(self, i: int) -> Payload:
-        """Start a graph; nobody here holds its inputs, so that a skip can be freed when popped."""
+        """Start a micro-batch's graph at its inputs."""
+        # Popped, not read: a reference from here would keep a popped skip's memory alive.
         inputs = self._inputs[i] if i in self._checkpointed else self._inputs.pop(i)
         self._anchors[i], entered = enter(inputs)
         return entered
@@ -250,7 +261,7 @@ class StageRun:
         self._peak = max(self._peak, len(self._roots))
 
     def _recompute(self, i: int) -> None:
-        if i not in self._versions:
+        if i not in self._versions:  # No output needs a gradient.
             return
         if versions(self._inputs[i]) != self._versions[i]:
             raise RuntimeError(
@@ -258,6 +269,7 @@ class StageRun:
                 "its forward cannot be repeated; let the partition's first layers work out of "
                 "place, leave the input alone until the backward, or use checkpoint='never'"
             )
+        # enable_grad, because a backward may run without.
         with (
             running(ForwardPass(i, self._num_micro_batches, recomputing=True)),
             torch.enable_grad(),
@@ -268,11 +280,13 @@ class StageRun:
 
     def _backward(self, i: int) -> None:
         gradients = self._gradients.pop(i, None)
+        # A checkpointed micro-batch gets a new graph by another repetition.
         again = self._retain and i not in self._checkpointed
         roots = self._roots.get(i) if again else self._roots.pop(i, None)
         anchors = self._anchors[i] if again else self._anchors.pop(i)
         if not self._retain:
             self._inputs.pop(i, None)
+        # The send that follows needs an entry even if nothing is back-propagated.
         self._input_gradients[i] = (None,) * len(anchors)
         if roots is None:
             return
@@ -282,6 +296,7 @@ class StageRun:
             if self._links.above is None:
                 gradients = self._work.output_gradients(i)
             assert gradients is not None, "a backward before its gradient"
+            # The neighbour sends None for an output that its loss does not depend on.
             known = {n: gradient for n in roots if (gradient := gradients[n]) is not None}
             starts, values = [roots[n] for n in known], list(known.values())
         if starts:

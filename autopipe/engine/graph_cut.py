@@ -13,16 +13,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autopipe.engine.links import Gradients, Payload
 
 Starts = Sequence[Tensor] | Sequence[GradientEdge]
-"""A loss, or places in the graph."""
-
+"""A loss, or edges of the graph."""
 
 Roots = Tensor | dict[int, GradientEdge] | None
-"""Where a micro-batch's backward starts, if anywhere: a loss; or the outputs that need a gradient,
-by position, as places in the graph, which do not keep the outputs' memory."""
+"""Where a micro-batch's backward starts: a loss, or the outputs that need a gradient, by position.
+
+Outputs are edges of the graph, which do not keep the outputs' memory. None without a backward.
+"""
 
 
 def roots_of(outputs: Payload, loss: Tensor | None) -> Roots:
-    """Start from the loss, or where there is none from a stage's outputs."""
+    """Return the loss, or without one the outputs' edges."""
     if loss is not None:
         return loss if loss.requires_grad else None
     needing = {n: tensor for n, tensor in enumerate(outputs.tensors) if needs_gradient(tensor)}
@@ -34,7 +35,7 @@ def needs_gradient(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 
 class _Entry(torch.autograd.Function):
-    """Give the layers data whose gradient arrives at an anchor."""
+    """Pass data to the layers, and its gradient to an anchor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, data: Tensor) -> Tensor:
@@ -46,12 +47,16 @@ class _Entry(torch.autograd.Function):
 
 
 def enter(inputs: Payload) -> tuple[Gradients, Payload]:
-    """Start a graph at a stage's inputs; return anchors, and the inputs as layers are given them.
+    """Start a graph at a stage's inputs.
 
-    Anchors are leaves of the inputs' shapes, without memory of their own, that get the inputs'
-    gradients; None where none is needed. The graph keeps an input itself only if a layer saves it.
-    What layers are given is no leaf, so that the first may work in place.
+    The graph keeps an input itself only if a layer saves it. The payload holds no leaves, so that
+    the first layer may work in place.
+
+    Returns:
+        anchors, leaves of the inputs' shapes that get the inputs' gradients, None for an input
+        without one; and the inputs for the layers.
     """
+    # Expanded from one element, an anchor takes no memory.
     anchors = tuple(
         torch.empty((), dtype=tensor.dtype, device=tensor.device)
         .expand(tensor.shape)
@@ -68,7 +73,7 @@ def enter(inputs: Payload) -> tuple[Gradients, Payload]:
 
 
 def cut(outputs: Payload) -> Payload:
-    """Return leaves with the outputs' memory that need a gradient where the outputs did."""
+    """Return leaves with the outputs' memory and `requires_grad`."""
     return replace(
         outputs,
         tensors=tuple(
@@ -79,7 +84,7 @@ def cut(outputs: Payload) -> Payload:
 
 
 def versions(payload: Payload) -> list[int]:
-    """Return how often each tensor was changed in place; inference tensors are not counted."""
+    """Return how often each tensor was changed in place; -1 for inference tensors."""
     return [
         -1 if tensor is None or tensor.is_inference() else tensor._version
         for tensor in payload.tensors

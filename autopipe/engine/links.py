@@ -1,22 +1,15 @@
-"""Say how a stage reaches its neighbours, whatever lies between: processes or threads.
+"""Connect a stage with its neighbours: what a link is, and links between processes.
 
-Carry tensors from one process to another, in a known order.
-
-A channel is one direction between two ranks. How its messages travel:
+A sender and a receiver form a channel, one direction between two ranks:
 
     backend   from and to       a wait blocks           limited by      receives posted ahead
     gloo      host memory       the host                the wait        one
-    NCCL      the GPUs' memory  the stream, not the     a watchdog      none
-                                host, which launches on
+    NCCL      the GPUs' memory  the stream only         a watchdog      none
 
-Over gloo a message that arrives during a computation is there at its end, and what lives on a GPU
-is copied to host memory to be sent, and back (several processes may share that GPU). Over NCCL a
-receive that is posted early occupies the GPU, and a cudaMalloc that has to synchronise would wait
-for it, perhaps for good. Headers are in host memory in any case.
-
-Carry micro-batches between the processes of neighbouring stages.
-
-A step begins with a header, so that a receiver knows every shape before it needs it.
+Over gloo, tensors on a GPU are copied to host memory to be sent, and back (several processes may
+share that GPU). A receive posted ahead lets a message arrive during a computation. Over NCCL a
+receive posted ahead would occupy the GPU, and a cudaMalloc that synchronises might wait for it
+forever. A step begins with a header, always in host memory, which tells the receiver the shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ from autopipe.engine.stream_watchdog import Watchdog
 from autopipe.schedule import Op, StageProgram
 
 Gradients = tuple[Tensor | None, ...]
-"""One entry a tensor of the payload that went the other way; None where it gets no gradient."""
+"""One entry for each tensor of a payload; None if it gets no gradient."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Payload:
 
     Args:
         tensors: the hidden state's tensors, then the skip tensors, which may be None.
-        is_bare: whether the hidden state is one tensor by itself rather than a tuple of tensors.
+        is_bare: whether the hidden state is one tensor rather than a tuple of tensors.
     """
 
     tensors: tuple[Tensor | None, ...]
@@ -53,7 +46,7 @@ class Payload:
 
 
 class Link(ABC):
-    """Connect a stage to a neighbour: activations go up, the gradients of their tensors down."""
+    """Connect a stage to a neighbour: activations go up, their gradients down."""
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:  # noqa: B027 - optional
         """Prepare a step of this program with micro-batches of these sizes."""
@@ -63,24 +56,25 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, micro_batch: int, payload: Payload) -> None:
-        """Send what the neighbour gets of a micro-batch."""
+        """Send a micro-batch's payload to the neighbour."""
 
     @abstractmethod
     def receive(self, micro_batch: int) -> Payload:
-        """Wait for it; activations are leaves that say whether they need a gradient."""
+        """Wait for a micro-batch's payload; activations are leaves with `requires_grad` set."""
 
     def flush(self) -> None:  # noqa: B027 - optional
-        """Wait until everything sent has been taken over."""
+        """Wait until the neighbour has everything that was sent."""
 
 
 class RoutedLink(Link):
-    """Connect with each worker of a stage: they take micro-batches in turn, in this order."""
+    """Connect with each worker of a stage; they take micro-batches in turn."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = tuple(links)
 
     def begin(self, program: StageProgram, sizes: Sequence[int]) -> None:
         for number, link in enumerate(self.links):
+            # As `StageWorkers.of` numbers them: micro-batch i goes to worker i % n.
             own = (ins for ins in program if ins.micro_batch % len(self.links) == number)
             link.begin(tuple(own), sizes)
 
@@ -106,10 +100,12 @@ _HEADER_BYTES = 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describe a micro-batch's tensor, without its first dimension, the sample.
+    """Describe a micro-batch's tensor.
 
-    The dtype is its name in torch, such as "float32"; where `requires_grad` is set the receiver
-    owes a gradient.
+    Args:
+        shape: without the first dimension, the sample.
+        dtype: its name in torch, such as "float32".
+        requires_grad: whether the receiver sends a gradient back.
     """
 
     shape: tuple[int, ...]
@@ -134,11 +130,11 @@ class Peer:
 
     Args:
         rank: global, not the group's.
-        group: with a CPU backend, and one for the device where that is a GPU.
+        group: with a CPU backend, and for messages between GPUs also the GPU's.
         tag: keeps channels between the same two ranks apart.
         name: what travels, for error messages.
-        watchdog: limits waits between GPUs; None where all messages are in host memory.
-        error: raised where a wait fails.
+        watchdog: limits waits between GPUs; None if all messages are in host memory.
+        error: raised if a wait fails.
     """
 
     rank: int
@@ -152,15 +148,16 @@ class Peer:
     def start(
         self, transfer: Callable[..., dist.Work | None], message: Tensor
     ) -> dist.Work | None:
-        """Start to send or to receive a message, unless an earlier wait has lasted too long."""
+        """Start to send or receive a message, unless an earlier wait has lasted too long."""
         if self.watchdog is not None:
             self.watchdog.check()
         return transfer(message, self.rank, group=self.group, tag=self.tag)
 
     def wait(self, work: dist.Work | None, message: Tensor, what: str) -> None:
-        """Wait for a message: the host, or the current stream where it is on a GPU.
+        """Let the host, or a GPU's current stream, wait for a message.
 
-        Raises `error`, which says who waited, where it took too long or the other end is gone.
+        Raises:
+            the peer's error: it took too long, or the other end is gone.
         """
         if work is None:
             return
@@ -172,7 +169,7 @@ class Peer:
             work.wait()
         except RuntimeError as error:
             if self.watchdog is not None:
-                self.watchdog.check()  # Its abort may be why.
+                self.watchdog.check()  # Its abort may be the cause, and it knows who waited.
             raise self.error(f"{text} (limit {self.timeout_s:g} s): {error}") from error
         assert self.watchdog is not None, "a message between GPUs that nobody watches"
         self.watchdog.watch(text, self.timeout_s)
@@ -181,20 +178,24 @@ class Peer:
 class Sender:
     """Send micro-batches without blocking; at a step's end `flush` waits until all have left.
 
-    A message's memory stays referenced until it has left or, between GPUs, until the stream that
-    allocated it is to wait for that: what reuses the memory comes later in the same stream.
-
-    Where `most_pending` messages are under way, a further one first waits for the oldest. K do for
-    a schedule that keeps K micro-batches in flight.
+    Args:
+        most_pending: messages under way before a further one waits for the oldest; K suffice for
+            a schedule that keeps K micro-batches in flight. None for no limit.
     """
 
     def __init__(self, peer: Peer, *, most_pending: int | None = None) -> None:
         self._peer = peer
         self._most_pending = most_pending
+        # Holds each message's memory until it has left. Between GPUs, until the stream waits for
+        # that: whatever reuses the memory comes later in the same stream.
         self._pending: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send_header(self, specs: dict[str, TensorSpec]) -> None:
-        """Send what the step's tensors look like; raise ValueError if that does not fit."""
+        """Send the step's tensor specs.
+
+        Raises:
+            ValueError: they need more than the header's bytes.
+        """
         text = json.dumps(
             {name: [list(s.shape), s.dtype, s.requires_grad] for name, s in specs.items()}
         ).encode()
@@ -203,25 +204,25 @@ class Sender:
                 f"a batch with {len(specs)} entries needs a header of {len(text)} bytes; "
                 f"{_HEADER_BYTES} are allowed: use fewer or shorter entry names"
             )
+        # Padded to a fixed size, so that the receiver can post it without knowing the entries.
         self.send(torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES)), dtype=torch.uint8))
 
     def send(self, tensor: Tensor) -> None:
-        """Send a tensor; nobody may change it before `flush`."""
+        """Send a tensor, which must not change before `flush`."""
         if self._most_pending is not None and len(self._pending) >= self._most_pending:
             self._await_oldest()
+        # Transports need contiguous memory; the copy, if any, is kept in `_pending`.
         message = tensor.detach().contiguous()
         if self._peer.watchdog is None:
             message = message.cpu()
         self._pending.append((self._peer.start(dist.isend, message), message))
 
     def flush(self) -> None:
-        """Wait until the receiver has everything; between GPUs for what this rank receives, too.
-
-        After a wait that was aborted the stream goes on with numbers that nobody may use.
-        """
+        """Wait until the receiver has everything; between GPUs also for this rank's receives."""
         while self._pending:
             self._await_oldest()
         if self._peer.watchdog is not None:
+            # After an aborted wait the stream goes on with garbage: this raises before its use.
             self._peer.watchdog.settle()
 
     def _await_oldest(self) -> None:
@@ -231,9 +232,9 @@ class Sender:
 
 
 class Receiver:
-    """Receive micro-batches in a known order, in host memory one receive posted ahead.
+    """Receive micro-batches in a known order, and bring them to the device.
 
-    They are brought to the device, if they do not arrive there.
+    In host memory one receive is posted ahead.
     """
 
     def __init__(self, peer: Peer, device: torch.device) -> None:
@@ -245,9 +246,11 @@ class Receiver:
         self.spec: TensorSpec | None = None
 
     def begin(self, order: Sequence[int], sizes: Sequence[int]) -> None:
-        """Prepare a step of micro-batches of these sizes, which arrive in this order.
+        """Prepare a step; set `spec` before the first micro-batch is received.
 
-        Before the first is received, `spec` is to say what they look like.
+        Args:
+            order: in which the micro-batches arrive.
+            sizes: samples of each micro-batch.
         """
         self._order, self._sizes, self.spec = list(order), sizes, None
         self._posted.clear()
@@ -261,7 +264,7 @@ class Receiver:
         }
 
     def post(self) -> None:
-        """Post the next receive ahead, if its shape is known; between GPUs none is."""
+        """Post the next receive ahead, if its shape is known; never between GPUs."""
         if self._peer.watchdog is None:
             self._post_next()
 
@@ -271,6 +274,7 @@ class Receiver:
         while micro_batch not in self._posted:
             self._post_next()
         work, buffer = self._posted.pop(micro_batch)
+        # The next one can arrive while this one is waited for and computed.
         self.post()
         self._wait(work, buffer)
         return buffer.to(self.device)
@@ -287,9 +291,9 @@ class Receiver:
 
 
 class ProcessLinkBelow(Link):
-    """Receive activations, one tensor each, from the rank below, and send it their gradients.
+    """Receive activations, one tensor each, from the rank below, and send their gradients back.
 
-    Where all below is frozen none is sent back; both ends read that from the same header.
+    None goes back if everything below is frozen; both ends know it from the header.
     """
 
     def __init__(self, activations: Receiver, gradients: Sender) -> None:
@@ -317,7 +321,7 @@ class ProcessLinkBelow(Link):
             return
         gradient = payload.tensors[0]
         if gradient is None:
-            # A stage that ignores its input still owes the neighbour, who waits, a gradient.
+            # The neighbour waits for a gradient, even of an input that this stage ignores.
             gradient = spec.empty(self._sizes[micro_batch], self.activations.device).zero_()
         self.gradients.send(gradient)
 
@@ -328,8 +332,9 @@ class ProcessLinkBelow(Link):
 class ProcessLinkAbove(Link):
     """Send activations to the rank above, and receive their gradients.
 
-    `needs_gradient` tells whether gradients are sent back: every micro-batch of a step gets one or
-    none does, even where some of them reach no trained layer. None asks the first micro-batch.
+    Args:
+        needs_gradient: whether gradients come back, for all micro-batches of a step or for none.
+            None asks the first micro-batch.
     """
 
     def __init__(

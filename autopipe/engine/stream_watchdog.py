@@ -1,14 +1,14 @@
-"""Watch the time limits of waits that no thread sits in: those that a GPU's stream was given.
+"""Limit the time of waits that a GPU's stream was given, and that block no thread of the host.
 
-Over NCCL a wait orders the stream, and the host goes on to launch what comes behind it::
+Over NCCL a wait orders the stream, and the host goes on launching::
 
     host      recv 0  F 0  recv 1  F 1  recv 2 | settle                  | the step's end
     stream       recv 0 . . . F 0 F 0 F 0  recv 1 . . . F 1 F 1 F 1  ...
-    watchdog     ^ is the oldest wait over?     limit passed: say so, and abort the groups
+    watchdog     ^ is the oldest wait over?     limit passed: log it, and abort the groups
 
-A wait's time begins when the one before it is over, since the host may launch it a step ahead.
-An abort lets the stream go on with whatever is in memory: no number behind a wait may leave the
-process, or become a weight, before `settle` has returned. The thread lives while there are waits.
+A wait's time begins when the wait before it is over, since the host may launch it a step ahead.
+After an abort the stream goes on with whatever is in memory. So no number may leave the process,
+or become a weight, before `settle` has returned. The thread lives while there are waits.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import torch
 
 _LOGGER = logging.getLogger(__name__)
 
-_PERIOD_S = 0.1  # Between two looks: a time limit is exceeded by no more.
+_PERIOD_S = 0.1  # Between two looks; a time limit is exceeded by at most this.
 
 
 @final
 class Milestone:
-    """Mark what the current CUDA stream was given so far; any thread may ask for it."""
+    """Mark what the current CUDA stream was given so far; any thread may ask about it."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
         self._event = torch.cuda.current_stream().record_event()
 
     def is_reached(self) -> bool:
-        """Tell, without waiting, whether the device has come there."""
-        # A thread begins on device 0, and the first call would build a context there.
+        """Tell, without waiting, whether the device has got there."""
+        # A new thread's device is 0: without this, the call would build a context there.
         with torch.cuda.device(self._device):
             return self._event.query()
 
     def wait(self) -> None:
-        """Wait until the device has come there."""
-        with torch.cuda.device(self._device):  # As above.
+        """Wait until the device has got there."""
+        with torch.cuda.device(self._device):
             self._event.synchronize()
 
 
@@ -60,8 +60,8 @@ class Watchdog:
     """Watch the waits of one stream; `watch`, `check` and `settle` are for the main thread.
 
     Args:
-        abort: ends all that is under way on the links; called once, from another thread.
-        error: raised where a wait has lasted too long.
+        abort: ends everything under way on the links; called once, from another thread.
+        error: raised if a wait has lasted too long.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Watchdog:
         self._failure: str | None = None
 
     def watch(self, what: str, limit_s: float) -> None:
-        """Watch the wait that the stream was just given: `what` is "rank 1 waited for ..."."""
+        """Watch the stream's newest wait; `what` is a text such as "rank 1 waited for ..."."""
         self.check()
         wait = _Wait(self._mark(), what, limit_s)
         with self._changed:
@@ -94,12 +94,12 @@ class Watchdog:
                 self._thread.start()
 
     def check(self) -> None:
-        """Raise the error where a wait has lasted too long."""
+        """Raise the error if a wait has lasted too long."""
         if self._failure is not None:
             raise self._error(self._failure)
 
     def settle(self) -> None:
-        """Wait until all waits are over, as `check`: only now is what they waited for there."""
+        """Wait until all waits are over, and check: only then has everything arrived."""
         with self._changed:
             last = self._waits[-1] if self._waits else None
         if last is not None:
@@ -110,12 +110,12 @@ class Watchdog:
             self._changed.notify()
 
     def look(self) -> None:
-        """Forget the waits that are over; abort where the oldest of the others lasts too long."""
+        """Forget the waits that are over; abort if the oldest of the others lasts too long."""
         with self._changed:
             failure = self._find_failure()
             if failure is None:
                 return
-            # Known before the stream goes on, so that `settle` cannot miss it.
+            # Set before the abort lets the stream go on, so that `settle` cannot miss it.
             self._failure = failure
             self._waits.clear()
         _LOGGER.error("%s", failure)

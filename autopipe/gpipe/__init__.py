@@ -1,10 +1,9 @@
-"""Wrap a sequential module as a pipeline in one process: torchgpipe's documented interface.
+"""Wrap a sequential module as a pipeline in one process, with torchgpipe's documented interface.
 
 module ─► batch_run ─► partition_work ─► engine/
-   │         ├─ micro_batch: cut, join     └─ batch_norm, skip/
-   │         └─ as_in_forward: repeated only as it was
+   │         └─ micro_batch: split, join     └─ batch_norm, skip/
    ├─► step_loss: joined from micro-batches by loss/
-   └─► stashed_pipeline: batches as one stream, without flushes ─► stashing/
+   └─► stashed_pipeline: batches as one stream, without flushes ─► stashing
 """
 
 from autopipe.gpipe.batch_norm import (

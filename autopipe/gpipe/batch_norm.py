@@ -1,7 +1,7 @@
 """Let BatchNorm track mini-batches although it sees micro-batches, each once or twice.
 
-With M = 3 micro-batches a plain BatchNorm updates its running statistics three times, and again
-wherever a forward is repeated for its backward (r). A deferred one gathers, and updates once:
+With 3 micro-batches a plain BatchNorm updates its running statistics three times, and again when a
+forward is repeated (r). A deferred one gathers statistics, and updates once:
 
     forward     0        1        2                    r1        r0
     plain       update   update   update               update    update
@@ -26,14 +26,14 @@ from autopipe.engine import ForwardPass, current_forward_pass
 
 @dataclass(frozen=True)
 class Moments:
-    """Hold values a channel, (C,) means, (C,) sums of squared deviations."""
+    """Hold the values per channel, their (C,) means, and (C,) sums of squared deviations."""
 
     count: int
     mean: Tensor
     squares: Tensor
 
     def merged(self, other: Moments) -> Moments:
-        # Chan, Golub and LeVeque, 1979: stays exact where the mean is large.
+        # Chan, Golub and LeVeque, 1979: precise even if the mean is large.
         count = self.count + other.count
         delta = other.mean - self.mean
         mean = self.mean + delta * (other.count / count)
@@ -44,35 +44,36 @@ class Moments:
 class DeferredBatchNorm(_BatchNorm):
     """Normalise each micro-batch by itself, but track the statistics of whole mini-batches.
 
-    After the last micro-batch of a mini-batch, running_mean, running_var and num_batches_tracked
-    are those of a plain BatchNorm that saw the mini-batch at once. The output is not: in training
-    each micro-batch is normalised by its own mean and variance, since the others' are not known
-    yet. So torch refuses a micro-batch of one value a channel.
-
-    Outside of a pipeline, in evaluation and with `track_running_stats` off it is a plain one.
+    After a mini-batch, running_mean, running_var and num_batches_tracked are those of a plain
+    BatchNorm that saw it at once. The output is not: in training each micro-batch is normalised by
+    its own mean and variance, since the others' are not known yet. So torch refuses a micro-batch
+    with one value per channel. Outside a pipeline, in evaluation and with `track_running_stats`
+    off it is a plain BatchNorm.
 
     Source: torchgpipe's manual, 2.1.3. Ours also commits mini-batches of fewer micro-batches than
     asked for, and takes the statistics from the normalisation itself.
     """
 
-    # Moments gathered so far: one entry for each call of this layer within a forward.
+    # Moments gathered so far, one entry for each call of this layer within a forward. These are
+    # class attributes, because a converted layer never runs an __init__ of ours.
     _gathered: tuple[Moments, ...] = ()
     _latest: ForwardPass | None = None
     _num_calls: int = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a micro-batch (B, C, ...), and gather its statistics unless it is repeated."""
+        """Normalise a micro-batch (B, C, ...); gather its statistics unless it is a repetition."""
         current, like = current_forward_pass(), self.running_mean
         if current is None or like is None or not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
-        # With momentum 1 the kernel leaves the micro-batch's own statistics in these.
+        # With momentum 1 the kernel writes the micro-batch's own statistics into these.
         mean, variance = torch.zeros_like(like), torch.zeros_like(like)
         output = F.batch_norm(
             input, mean, variance, self.weight, self.bias, training=True, momentum=1, eps=self.eps
         )
         if not current.recomputing:
             with torch.no_grad():
+                # Statistics of half-precision layers would be rounded: compute them again.
                 if mean.dtype in (torch.float16, torch.bfloat16):
                     others = [dim for dim in range(input.dim()) if dim != 1]
                     variance, mean = torch.var_mean(input.float(), others)
@@ -82,7 +83,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _gather(self, current: ForwardPass, moments: Moments) -> None:
         if current is not self._latest:
-            # A mini-batch that broke off never came to its last micro-batch.
+            # A lower micro-batch begins a mini-batch; one that failed midway is forgotten.
             if self._latest is None or current.micro_batch <= self._latest.micro_batch:
                 self._gathered = ()
             self._latest, self._num_calls = current, 0
@@ -128,12 +129,11 @@ _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-    """Make every BatchNorm in a module, or itself, track mini-batches in place; return the module.
+    """Make every BatchNorm of a module track mini-batches, in place; return the module.
 
-    The objects stay, and each remains an nn.BatchNorm1d, 2d or 3d: only their class changes.
-
-    Layers without running statistics are left alone. So are nn.SyncBatchNorm and subclasses whose
-    forward is unknown here; a warning names them, as they go on tracking micro-batches.
+    Only the objects' class changes; each remains an nn.BatchNorm1d, 2d or 3d. Layers without
+    running statistics stay as they are. So do nn.SyncBatchNorm and unknown subclasses; a warning
+    names them, as they go on tracking micro-batches.
 
     Raises:
         ValueError: a lazy BatchNorm does not know its width yet; nothing is converted.
@@ -163,7 +163,7 @@ def _is_tracking(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 def restore_batch_norm(module: nn.Module) -> nn.Module:
-    """Make every deferred BatchNorm in a module a plain one again in place; return the module."""
+    """Make every deferred BatchNorm of a module a plain one again, in place; return the module."""
     for child in module.modules():
         if type(child) in _PLAIN:
             for name in ("_gathered", "_latest", "_num_calls"):
@@ -174,11 +174,9 @@ def restore_batch_norm(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def running_statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Keep a repeated forward from updating running statistics a second time.
-
-    Training-mode BatchNorms normalise by the batch with or without `track_running_stats`, so it is
-    switched off inside; the output stays the same to the bit. Deferred ones need no help.
-    """
+    """Keep a repeated forward inside from updating running statistics a second time."""
+    # In training mode BatchNorm normalises by the batch with or without track_running_stats, so
+    # that the output stays the same to the bit. Deferred ones notice repetitions themselves.
     tracking = [
         child
         for child in module.modules()

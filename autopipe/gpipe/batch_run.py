@@ -1,8 +1,8 @@
-"""Take one mini-batch through the partitions of a GPipe module, and its gradients back.
+"""Run one mini-batch through the partitions of a GPipe module, and its gradients back.
 
-One node of the caller's graph stands for the whole pipeline; its backward runs the schedule's. It
-takes the parameters as inputs and returns their gradients, so that autograd delivers each once: to
-`grad`, hooks, `torch.autograd.grad` and DistributedDataParallel alike.
+One node of the caller's graph stands for the whole pipeline; its backward runs the schedule's. The
+parameters are its inputs, so that autograd delivers each gradient once: to `grad`, hooks,
+`torch.autograd.grad` and DistributedDataParallel alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopipe.trace import Trace
 
 
 class PipelineRun:
-    """Hold one mini-batch's way: its forward, and the backwards that may follow."""
+    """Hold one mini-batch: its forward, and the backwards that may follow."""
 
     def __init__(
         self,
@@ -31,12 +31,13 @@ class PipelineRun:
         schedule: Schedule,
         ends: Ends,
         *,
-        trace: Trace | None = None,
+        trace: Trace | None,
     ) -> None:
         self._partitions = partitions
         self._devices = [partition.device for partition in partitions]
         self._schedule, self._ends = schedule, ends
         self._halves = [split_at_first_backward(program) for program in schedule]
+        # Each once, also a parameter that several partitions share.
         self.parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
         self.gives_bare_tensor = True
         self._lengths: tuple[tuple[int, ...], ...] = ()
@@ -58,6 +59,7 @@ class PipelineRun:
         self._run([forwards for forwards, _ in self._halves], grad_enabled=self.keeps_graph)
         for found in self._as_in_forward:
             found.end_forwards()
+        # Taken out, or the micro-batches' outputs would stay in memory until the backward.
         outputs, self._ends.outputs = self._ends.outputs, {}
         gathered = gather([outputs[i] for i in range(len(outputs))])
         self._lengths = gathered.lengths
@@ -67,10 +69,11 @@ class PipelineRun:
     def backward(self, gradients: Gradients, *, retain: bool) -> None:
         self._ends.output_gradients = split_gradients(gradients, self._lengths)
         with hooks_held(self.parameters), ExitStack() as stack:
-            for stage, found in enumerate(self._as_in_forward):
-                if self._pipeline.stages[stage].will_repeat:
-                    found.refuse_changes()
-                stack.enter_context(found.modes())
+            # Without checkpointing there is nothing recorded.
+            for stage, before in zip(self._pipeline.stages, self._as_in_forward, strict=False):
+                if stage.will_repeat:
+                    before.refuse_changes()
+                stack.enter_context(before.modes())
             self._run([rest for _, rest in self._halves], grad_enabled=True, retain=retain)
         self._ends.output_gradients = []
 
@@ -102,14 +105,14 @@ class PipelineRun:
             raise RuntimeError(
                 "a backward through this output of a GPipe module failed; run its forward again"
             )
-        self._failed = True
+        self._failed = True  # Until the run has ended well.
         self._pipeline.run(
             programs, grad_enabled=grad_enabled, order=self._failed_at, retain=retain
         )
         self._failed = False
 
     def _failed_at(self, stage: int) -> int:
-        """Return how early GPipe's schedule has a stage's present instruction, in ticks."""
+        """Return the tick at which GPipe's schedule has a stage's present instruction."""
         instruction = self._pipeline.stages[stage].current
         if instruction is None:
             return 0
@@ -123,6 +126,7 @@ class PipelineRun:
 def _put_together(
     leaves: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
 ) -> Tensor | None:
+    """Concatenate micro-batches' gradients; those without one get zeros, unless all have none."""
     if all(gradient is None for gradient in gradients):
         return None
     pieces = [
@@ -138,8 +142,9 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, run: PipelineRun, *tensors: Tensor) -> Any:
         outputs = run.forward()
         ctx.run = run
+        # An output that the caller's loss ignores gets None instead of zeros.
         ctx.set_materialize_grads(False)
-        # Nothing to save but the right to go backward once; asked for again, torch refuses.
+        # Saved only so that torch refuses a second backward, as it does for any other node.
         ctx.save_for_backward(torch.empty(0))
         pairs = zip(outputs.payload.tensors, outputs.need_gradient, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, needed in pairs if not needed))
@@ -147,7 +152,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        _ = ctx.saved_tensors  # Refuses a second time; not an assert, which -O would drop.
+        _ = ctx.saved_tensors  # Raises in a second backward without retain_graph.
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         with torch.no_grad():
             ctx.run.backward(gradients, retain=retain)
@@ -157,7 +162,7 @@ class _Forward(torch.autograd.Function):
 
 
 def _refusing(gradients: Gradients) -> Gradients:
-    """Return gradients, asked for with create_graph=True, that refuse to be differentiated."""
+    """Return gradients for create_graph=True, which refuse to be differentiated again."""
     message = (
         "a gradient that came through a GPipe module cannot be differentiated again: its "
         "partitions' graphs are not part of the caller's; use the plain module for a gradient "
@@ -168,7 +173,7 @@ def _refusing(gradients: Gradients) -> Gradients:
 
 
 def run_forward(run: PipelineRun, inputs: Sequence[Tensor | None]) -> Payload:
-    """Run a forward that the caller can go backward through, if anything needs a gradient."""
+    """Run a forward, as one node of the caller's graph if anything needs a gradient."""
     if not run.keeps_graph:
         return run.forward().payload
     tensors = _Forward.apply(run, *inputs, *run.parameters)

@@ -1,4 +1,4 @@
-"""Split a mini-batch into micro-batches, and put their outputs together again."""
+"""Split a mini-batch into micro-batches, and join their outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopipe.engine import Gradients, Payload
 from autopipe.schedule import micro_batch_sizes
 
 Batch = Tensor | tuple[Tensor, ...]
-"""What a GPipe takes and gives: a tensor or a tuple of tensors, first dimension the sample."""
+"""What a GPipe takes and returns: a tensor or a tuple of tensors, (B, ...)."""
 
 
 def as_payload(value: Any, *, what: str) -> Payload:
@@ -34,7 +34,7 @@ def as_batch(payload: Payload) -> Any:
 
 
 def split_sizes(payload: Payload, chunks: int) -> tuple[int, ...]:
-    """Return the samples of every micro-batch: as many as asked for, unless samples are fewer."""
+    """Return the samples of each of `chunks` micro-batches; fewer if there are fewer samples."""
     tensors = [tensor for tensor in payload.tensors if tensor is not None]
     if not tensors:
         raise ValueError("the input is an empty tuple; give at least one tensor")
@@ -48,11 +48,13 @@ def split_sizes(payload: Payload, chunks: int) -> tuple[int, ...]:
         raise ValueError(
             f"the input's tensors have {lengths} samples; they must have equally many"
         )
+    # An empty mini-batch is one empty micro-batch.
     return micro_batch_sizes(lengths[0], max(1, min(chunks, lengths[0])))
 
 
 def scatter(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
-    """Split a batch into micro-batches, which share its memory, without its graph."""
+    """Split a batch into micro-batches, which share its memory but not its graph."""
+    # Detached: each micro-batch starts a graph of its own.
     tensors = [tensor.detach() for tensor in payload.tensors if tensor is not None]
     if len(sizes) == 1:
         return [Payload(tuple(tensors), payload.is_bare)]
@@ -62,9 +64,11 @@ def scatter(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Hold a mini-batch's outputs, without a graph.
+    """Hold a mini-batch's joined outputs, without a graph.
 
-    And of each tensor the lengths of the micro-batches' parts, and whether it needs a gradient.
+    Args:
+        lengths: of each tensor, the lengths of the micro-batches' parts.
+        need_gradient: of each tensor.
     """
 
     payload: Payload
@@ -73,7 +77,11 @@ class Gathered:
 
 
 def gather(outputs: Sequence[Payload]) -> Gathered:
-    """Concatenate the micro-batches' outputs; raise ValueError where they do not fit together."""
+    """Concatenate the micro-batches' outputs.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     if len({(payload.is_bare, len(payload.tensors)) for payload in outputs}) > 1:
         raise ValueError(
             "the last layer returned more tensors for some micro-batches than for others"
@@ -92,6 +100,7 @@ def gather(outputs: Sequence[Payload]) -> Gathered:
         tensors = tuple(
             torch.cat(column) if len(column) > 1 else column[0].detach() for column in columns
         )
+    # A 0-dim output can only be a single micro-batch's; it counts as one value.
     return Gathered(
         Payload(tensors, outputs[0].is_bare),
         tuple(tuple(len(t) if t.ndim else 1 for t in column) for column in columns),
@@ -100,7 +109,7 @@ def gather(outputs: Sequence[Payload]) -> Gathered:
 
 
 def split_gradients(gradients: Gradients, lengths: Sequence[Sequence[int]]) -> list[Gradients]:
-    """Part the gradients of gathered outputs by micro-batch; lengths as `Gathered` has them."""
+    """Split the gradients of gathered outputs by micro-batch; lengths are `Gathered.lengths`."""
     num_micro_batches = len(lengths[0])
     if num_micro_batches == 1:
         return [gradients]

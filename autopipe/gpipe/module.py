@@ -1,9 +1,9 @@
 """Wrap a sequential module so that it runs as a pipeline of micro-batches.
 
-Give a GPipe module's state dict the names that the wrapped module has, and take both.
+A state dict gets the names of the wrapped module; loading takes both kinds:
 
-module   partitions.0.conv.weight  partitions.1.fc.weight
-state    conv.weight               fc.weight
+    module   partitions.0.conv.weight  partitions.1.fc.weight
+    state    conv.weight               fc.weight
 """
 
 from __future__ import annotations
@@ -47,35 +47,34 @@ CHECKPOINT_MODES = ("always", "except_last", "never")
 class GPipe(nn.Module):
     """Run a sequential module as a pipeline of micro-batches over its partitions.
 
-    Input, output and what passes between layers are a Tensor or a tuple of Tensors whose first
-    dimension is the sample. The input must be on `devices[0]`; the output is on `devices[-1]`.
-    Layers are those of the given module, not copies; a nested Sequential is one layer (see
-    `flatten_sequential`). `chunks=1, checkpoint='never'` is plain model parallelism.
+    Layers take and return a Tensor or a tuple of Tensors, (B, ...). The input must be on
+    `devices[0]`; the output is on `devices[-1]`. Layers are not copied; a nested Sequential is one
+    layer (see `flatten_sequential`). `chunks=1, checkpoint='never'` is plain model parallelism.
 
-    On CPU devices each partition has a thread of its own, forward and backward, and partitions
-    that work at the same time share the caller's intra-op threads (`torch.set_num_threads`)
-    evenly, at least one each. Several partitions may be on one device.
+    Each partition runs in a thread of its own, forward and backward. Those that work on the CPU at
+    the same time share the caller's intra-op threads (`torch.set_num_threads`), at least one each.
+    Several partitions may be on one device.
 
-    Checkpointing keeps of a micro-batch's forward only the partition's input, and repeats the
-    forward before the backward, with the same random numbers from torch; those of Python's
-    `random` and of NumPy are not managed. Outside of training mode nothing is checkpointed.
+    Checkpointing keeps only a micro-batch's input of a partition, and repeats the forward before
+    the backward. torch's random numbers repeat, those of Python's `random` and NumPy do not.
+    Outside training mode nothing is checkpointed.
 
     Args:
         balance: layers of each partition; `autopipe.balance.balance` finds it.
-        devices: of the partitions, surplus ones unused; by default all CUDA devices, and one CPU
-            slot a partition on a machine without CUDA.
-        chunks: micro-batches that a mini-batch is split into; fewer where it has fewer samples.
+        devices: of the partitions; surplus ones stay unused. By default all CUDA devices, or
+            without CUDA one CPU slot for each partition.
+        chunks: micro-batches of a mini-batch; fewer if it has fewer samples.
         checkpoint: which micro-batches to checkpoint: 'always', 'except_last' or 'never'.
         deferred_batch_norm: whether BatchNorm layers update their running statistics once a
-            mini-batch, as they would without micro-batches; they are converted in place.
-        schedule: how `step` orders its work: 'gpipe' or '1f1b'.
+            mini-batch, as without micro-batches; they are converted in place.
+        schedule: the order of `step`: 'gpipe' or '1f1b'.
     Attributes:
         balance, devices, chunks, checkpoint: as given, `devices` without surplus ones.
         partitions: a ModuleList of the partitions, each an nn.Sequential.
     Raises:
         TypeError: the module is not an nn.Sequential, or its skips do not pair up.
-        ValueError: wrong balance, chunks, checkpoint, schedule or devices; a layer used twice; a
-            parameter that would have to be on two devices.
+        ValueError: wrong balance, chunks, checkpoint, schedule or devices; a layer is used twice;
+            or a parameter would have to be on two devices.
         IndexError: fewer devices than partitions.
     Source: torchgpipe (Kim et al. 2020), whose documented interface this is. Ours adds `schedule`
     and `step`.
@@ -109,10 +108,11 @@ class GPipe(nn.Module):
         if any(isinstance(layer, GPipe) for layer in module.modules()) and any(
             device.type == "cuda" for device in self.devices
         ):
-            # Each would wait for the device's random generator, which the other holds.
+            # A deadlock: the outer pipeline holds the device's generator while the inner waits.
             raise ValueError("a GPipe inside a GPipe runs on CPU partitions only")
         children = iter(module.named_children())
         parts = [nn.Sequential(OrderedDict(islice(children, n))) for n in self.balance]
+        # Before anything is moved or converted, so that a refused module stays as it was.
         check_sharing(parts, self.devices)
         if deferred_batch_norm:
             convert_deferred_batch_norm(module)
@@ -132,7 +132,7 @@ class GPipe(nn.Module):
             ValueError: the input's tensors have no or unequal first dimensions.
         """
         payload = as_payload(input, what="the input")
-        if not self.partitions:
+        if not self.partitions:  # A Sequential without layers returns its input.
             return input
         partitions = self._described()
         keeps_graph = torch.is_grad_enabled() and needs_gradient(partitions, payload)
@@ -145,23 +145,22 @@ class GPipe(nn.Module):
     ) -> Tensor:
         """Run forward, loss and backward of a mini-batch, with the loss inside the pipeline.
 
-        Gradients are added to the parameters' `grad`, and to what the input came from, as by
-        `loss.backward()`.
+        Gradients are added as by `loss.backward()`.
 
         Args:
             target: on `devices[-1]`: a tensor or a tuple of tensors, split like the input.
-            loss_fn: (output, target) -> 0-dim mean over the samples; or (sum, count), for means
-                over something else than samples. torch's own losses are joined so that ignored
-                targets and class weights count as in the whole batch. Another function is called
-                once a micro-batch, and in the first steps and every eighth once more, to find out
-                whether it depends on the split; a `Loss` with is_exact=True never is.
+            loss_fn: (output, target) -> 0-dim mean over the samples, or (sum, count) for another
+                mean. torch's own losses are joined so that ignored targets and class weights count
+                as in the whole batch. Another function is probed in the first steps and every
+                eighth, to find out whether it depends on the split; a `Loss` with is_exact=True
+                is not.
             schedule: 'gpipe' or '1f1b', instead of the module's.
         Returns:
             the mean loss, detached, on `devices[-1]`.
         Raises:
             TypeError, ValueError: as `forward`; or the target does not fit the input; the loss is
-                a sum, has parameters of its own, or depends on how the batch is split; or nothing
-                needs a gradient. No `grad` has changed then.
+                a sum, has parameters of its own, or depends on the split; or nothing needs a
+                gradient. Then no `grad` has changed.
         """
         name = self.schedule if schedule is None else _checked_schedule(schedule)
         if torch.is_inference_mode_enabled():
@@ -179,6 +178,7 @@ class GPipe(nn.Module):
         with torch.enable_grad():
             run.step()
         self._num_steps += 1
+        # The checks precede the first change of a `grad`.
         loss.check_split()
         loss.check_gradient()
         of_inputs, of_parameters = run.take_gradients()
@@ -190,12 +190,13 @@ class GPipe(nn.Module):
             )
             if tensor is not None and gradient is not None and tensor.requires_grad
         ]
+        # Autograd delivers the gradients, so that hooks fire and inputs' graphs are followed.
         torch.autograd.backward([tensor for tensor, _ in owed], [gradient for _, gradient in owed])
         return loss.mean()
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Take down what runs when, in the forwards, backwards and steps of the block."""
+        """Record what runs when, in the forwards, backwards and steps of the block."""
         self._trace, before = Trace(), self._trace
         try:
             yield self._trace
@@ -246,7 +247,7 @@ class GPipe(nn.Module):
         schedule: str | None,
         loss: StepLoss | None = None,
     ) -> PipelineRun:
-        """Prepare a mini-batch's run; without a schedule's name, of forwards alone."""
+        """Prepare a mini-batch's run; without a schedule's name, only of forwards."""
         inputs = scatter(payload, sizes)
         if schedule is None:
             program = forward_only((1,) * len(partitions), len(sizes))
@@ -256,6 +257,7 @@ class GPipe(nn.Module):
                 checkpointed = range(0)
             program = SCHEDULES[schedule](len(partitions), len(sizes), recomputed=checkpointed)
             for piece in inputs:
+                # Gradients arrive at these leaves; `take_gradients` brings them to the caller.
                 for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
                     assert leaf is not None and tensor is not None
                     leaf.requires_grad_(tensor.requires_grad)
@@ -287,7 +289,7 @@ def _checked_schedule(name: str) -> str:
 
 
 def _rename(state: Any, prefix: str, new_name: Callable[[str], str]) -> None:
-    """Rename a module's entries in a state dict; keep its order."""
+    """Rename a module's entries in a state dict, in place and in order."""
     entries = [
         (prefix + new_name(key.removeprefix(prefix)) if key.startswith(prefix) else key, value)
         for key, value in state.items()
@@ -302,7 +304,7 @@ def name_as_wrapped(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
 
 
 def name_as_partitioned(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Take a state dict with the names of the wrapped module or of the partitions."""
+    """Accept a state dict with the names of the wrapped module or of the partitions."""
     partitions = module.get_submodule("partitions").named_children()
     places = {name: j for j, partition in partitions for name, _ in partition.named_children()}
 

@@ -17,6 +17,7 @@ def check_module(module: nn.Module) -> None:
         raise TypeError(
             f"module must be nn.Sequential to be partitioned, not {type(module).__name__}"
         )
+    # named_children leaves out a module that it has listed before.
     if len(list(module.named_children())) != len(module):
         raise ValueError(
             "module with duplicate children is not supported: a layer can be in one place of one "
@@ -62,7 +63,7 @@ def choose_devices(
 def _device(name: int | str | torch.device) -> torch.device:
     device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
     if device.type == "cpu":
-        return torch.device("cpu")  # An index means nothing, and tensors do not carry it.
+        return torch.device("cpu")  # Without an index, as tensors on the CPU have none.
     if device.type != "cuda":
         return device
     if (device.index or 0) >= torch.cuda.device_count():
@@ -89,9 +90,9 @@ def check_sharing(partitions: Sequence[nn.Sequential], devices: Sequence[torch.d
 
 
 def flatten_sequential(module: nn.Sequential) -> nn.Sequential:
-    """Return a Sequential of all layers of nested ones, the very same objects.
+    """Return a Sequential of the layers of nested Sequentials, without copies.
 
-    A layer's name is its own behind its parents', joined by underscores: `parent_child`.
+    A layer's name is joined from its parents' and its own by underscores: `parent_child`.
 
     Raises:
         ValueError: two layers would have one name.

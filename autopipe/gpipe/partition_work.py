@@ -1,12 +1,11 @@
-"""Say what one partition of a GPipe module computes on a micro-batch.
+"""Compute one partition of a GPipe module on a micro-batch.
 
-Let a forward be repeated only as it was: in its modes, with its weights.
+A forward is repeated only in its own modes and with its own weights. Legend: F, R, B are a
+forward, its repetition, its backward; the caller's code may run between them.
 
-Legend: F, R, B a forward, its repetition, its backward; between them the caller's own code.
-
-    F   model.eval()         R   B     R runs in the modes of F; the caller's are put back
+    F   model.eval()         R   B     R runs in the modes of F; then the caller's are restored
     F   weight.mul_(2)       R   B     refused
-    F   F, another batch     R   B     what a forward changes itself, as statistics, may change
+    F   F, another batch     R   B     allowed: forwards may change buffers such as statistics
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from autopipe.threads import CallerSettings, Randomness
 
 @dataclass(frozen=True)
 class Partition:
-    """Describe one partition: layers, place, what they train, skips from below and to above."""
+    """Describe one partition: layers, device, trained tensors, skips from below and to above."""
 
     module: nn.Module
     device: torch.device
@@ -45,8 +44,8 @@ class Partition:
 
 
 def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
-    """Return the parameters that need a gradient, and such leaves as layers hold besides."""
-    # What is no leaf may be left there by an earlier forward, with a graph that is none of ours.
+    """Return the parameters and other leaves of the layers that need a gradient."""
+    # Leaves only: an attribute that is none may be an earlier forward's, with a foreign graph.
     attributes = [value for layer in module.modules() for value in vars(layer).values()]
     held = [value for value in attributes if isinstance(value, Tensor) and value.is_leaf]
     found = dict.fromkeys([*module.parameters(), *held])
@@ -72,7 +71,9 @@ def check_trains(partitions: Sequence[Partition], inputs: Payload) -> None:
 class Ends:
     """Hold, by micro-batch, what enters the first partition and leaves the last, without graphs.
 
-    A loss gives what to back-propagate; without one the caller's backward gives gradients.
+    Args:
+        output_gradients: from the caller's backward, if there is no loss.
+        loss: returns a micro-batch's value to back-propagate.
     """
 
     inputs: list[Payload]
@@ -93,7 +94,7 @@ class PartitionWork(StageWork):
         self._settings, self._randomness = settings, randomness
         self._arriving = [key for edge in partition.arriving for key in edge.keys]
         self._leaving = [key for edge in partition.leaving for key in edge.keys]
-        # A sum of ours may be added to in place; a gradient autograd gave may be shared.
+        # Sums made here may be added to in place; autograd's own gradients may be shared.
         self._summed: set[Tensor] = set()
 
     def first_input(self, micro_batch: int) -> Payload:
@@ -104,7 +105,7 @@ class PartitionWork(StageWork):
         first_skip = len(inputs.tensors) - len(self._arriving)
         store = dict(zip(self._arriving, inputs.tensors[first_skip:], strict=True))
         hidden = as_batch(replace(inputs, tensors=inputs.tensors[:first_skip]))
-        # A tensor that only this frame held would live as long as the partition's forward.
+        # Else this frame would keep the skips alive through the whole forward.
         del inputs
         statistics = running_statistics_kept(module) if current.recomputing else nullcontext()
         with using(store), self._settings.autocast(), statistics, self._randomness.of(current):
@@ -122,7 +123,7 @@ class PartitionWork(StageWork):
         if current.checkpointing and any(
             t is not None and t.requires_grad for t in outputs.tensors
         ):
-            return None  # The repetition computes it.
+            return None  # The repetition computes the loss.
         with self._settings.autocast():
             return self._ends.loss(micro_batch, outputs)
 
@@ -138,7 +139,7 @@ class PartitionWork(StageWork):
         *,
         retain: bool,
     ) -> Gradients:
-        """Back-propagate; the parameters' gradients are summed here, apart from their `grad`."""
+        """Back-propagate; sum the parameters' gradients here, not in their `grad`."""
         parameters = self._partition.parameters
         leaves = [anchor for anchor in anchors if anchor is not None]
         found = torch.autograd.grad(
@@ -161,7 +162,7 @@ class PartitionWork(StageWork):
             self._summed.add(parameter)
 
     def take_gradients(self) -> dict[Tensor, Tensor]:
-        """Return the sums over all micro-batches, and start over."""
+        """Return and forget the sums over all micro-batches."""
         gradients, self.gradients = self.gradients, {}
         self._summed.clear()
         return gradients
@@ -175,8 +176,8 @@ def _present() -> ForwardPass:
 
 @contextmanager
 def hooks_held(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep hooks from seeing parts of a gradient; they fire once, when autograd gets the whole."""
-    # torch calls whatever this dictionary holds, and has no other way to leave a hook out.
+    """Keep hooks from seeing parts of a gradient; they fire once, for the whole gradient."""
+    # torch calls what this dictionary holds; there is no other way to suspend a hook.
     held = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for hooks, _ in held:
         hooks.clear()
@@ -188,10 +189,7 @@ def hooks_held(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 class AsInForward:
-    """Hold what a partition's forwards of a mini-batch found, until they are repeated.
-
-    Made before the first of them.
-    """
+    """Record a partition's modes, weights and buffers before a mini-batch's forwards."""
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
@@ -199,12 +197,12 @@ class AsInForward:
         self._found = _marks(partition)
 
     def end_forwards(self) -> None:
-        """Forget what the forwards themselves have changed."""
+        """Forget tensors that the forwards themselves have changed."""
         after = _marks(self._partition)
         self._found = {n: mark for n, mark in self._found.items() if after.get(n) == mark}
 
     def refuse_changes(self) -> None:
-        """Raise RuntimeError if a weight or buffer is no longer what it was."""
+        """Raise RuntimeError if a weight or buffer has changed."""
         present = _marks(self._partition)
         if changed := [n for n, mark in self._found.items() if present.get(n) != mark]:
             others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -216,7 +214,7 @@ class AsInForward:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Put the partition's modules into the modes of the forward, inside."""
+        """Put the partition's modules into the forward's modes inside."""
         others = [(part, mode) for part, mode in self._modes if part.training != mode]
         try:
             for part, mode in others:
@@ -229,12 +227,12 @@ class AsInForward:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Tell a tensor's content from a later one, as autograd does, and by where it lies.
+    """Identify a tensor's content.
 
     Args:
-        identity: of the tensor, which is held so that no other has its number.
-        version: how often it was changed in place.
-        address: of its memory, which `tensor.data = other` changes and no version tells of.
+        identity: the tensor's id; the tensor is held, so that no other gets the id.
+        version: autograd's count of in-place changes.
+        address: of its memory; `tensor.data = other` changes it, but not the version.
     """
 
     identity: int
@@ -244,7 +242,7 @@ class _Mark:
 
 
 def _marks(partition: Partition) -> dict[str, _Mark]:
-    """Mark all that a forward reads beside its input, by name; frozen weights, too."""
+    """Mark everything that a forward reads besides its input, by name, frozen weights included."""
     module = partition.module
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     known = {id(tensor) for tensor in named.values()}
@@ -254,7 +252,7 @@ def _marks(partition: Partition) -> dict[str, _Mark]:
 
 
 def _mark(tensor: Tensor) -> _Mark:
-    # A lazy layer's has no memory before its first forward, a sparse one's lies in two places.
+    # A lazy parameter has no memory before the first forward; a sparse one has two storages.
     has_address = not nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided
     return _Mark(
         id(tensor),

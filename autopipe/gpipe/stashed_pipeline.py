@@ -22,28 +22,28 @@ from autopipe.stashing import StagePlace, StashedWork, check_versions
 from autopipe.threads import CallerSettings, Randomness, ThreadPipeline
 
 _MOST_COMPARED = 8
-"""Batches of a stream whose losses may be compared with the whole's, and are kept to its end."""
+"""Batches of a stream whose losses may be probed; their parts are kept to the stream's end."""
 
 
 class StashedPipeline(GPipe):
     """Train by asynchronous 1F1B with weight stashing: PipeDream on one machine.
 
-    A GPipe whose `train_on` takes many batches as one stream: no stage waits for a batch to end.
-    Each updates its weights by its own optimizer, once a batch; a micro-batch goes backward with
-    the weights of its forward. Which weights those are, and so what is computed, is `versions`'
-    (`autopipe.stashing.stashed_weights`): with more than one stage it is not what training without
-    a pipeline computes. Nothing is checkpointed.
+    `train_on` takes many batches as one stream, so that no stage waits for a batch to end. Each
+    stage updates its weights by its own optimizer, once a batch. A micro-batch goes backward with
+    the weights of its forward, which `versions` selects (`autopipe.stashing`).
+    With more than one stage, results differ from training without a pipeline. Nothing is
+    checkpointed.
 
     Args:
         module, balance, devices, chunks: as for `GPipe`.
         optimizer: builds a stage's from the parameters that it trains.
         versions: "stashed", "vertical_sync" or "double_buffered".
     Attributes:
-        optimizers: the stages', None where nothing trains; learning rates may be changed between
-            two calls of `train_on`.
+        optimizers: the stages'; None if nothing trains. Learning rates may be changed between two
+            calls of `train_on`.
         peak_versions: most versions of its weights that each stage held in the last `train_on`.
     Raises:
-        TypeError, ValueError, IndexError: as `GPipe`; or versions that these counts do not allow.
+        TypeError, ValueError, IndexError: as `GPipe`; or these counts do not allow the versions.
     Source: PipeDream (Narayanan et al. 2019); PipeDream-2BW (2021).
     """
 
@@ -68,20 +68,18 @@ class StashedPipeline(GPipe):
         self.peak_versions: list[int] = []
 
     def train_on(self, batches: Sequence[tuple[Any, Any]], loss_fn: LossFunction) -> list[float]:
-        """Train on every batch, and let the pipeline run empty behind the last.
-
-        Hooks on parameters do not fire.
+        """Train on every batch, then let the pipeline run empty; parameters' hooks do not fire.
 
         Args:
-            batches: (input, target) pairs as for `step`, equally long or not; a DataLoader is
-                read while the stages compute.
+            batches: (input, target) pairs as for `step`, of any lengths; a DataLoader is read
+                while the stages compute.
         Returns:
-            each batch's mean loss, as the forwards of its micro-batches found it.
+            each batch's mean loss, as computed by its micro-batches' forwards.
         Raises:
-            TypeError, ValueError: a batch is none that `step` takes, or has fewer samples than
-                `chunks`, or there are fewer than `len` says. Some of the batches before it are
-                trained on. The loss is none that `step` takes, or nothing needs a gradient; that
-                a loss depends on the split is found at the end.
+            TypeError, ValueError: `step` would refuse a batch or the loss; a batch has fewer
+                samples than `chunks`; there are fewer batches than `len` says; or nothing needs a
+                gradient. Some of the batches before a refused one are trained on. A loss that
+                depends on the split is refused only at the end.
             RuntimeError: inference mode is on.
         """
         if torch.is_inference_mode_enabled():
@@ -123,7 +121,7 @@ class StashedPipeline(GPipe):
         self._num_steps += len(stream.losses)
         for loss in stream.losses:
             loss.check_split()
-        # A later batch may have nothing to learn from.
+        # Only the first batch: a later one may have nothing to learn from.
         for loss in stream.losses[:1]:
             loss.check_gradient()
         return [float(loss.mean()) for loss in stream.losses]
@@ -144,7 +142,7 @@ class StashedPipeline(GPipe):
 
 
 def _refuse(pipeline: GPipe) -> None:
-    """Refuse what stages that update by themselves would train wrongly."""
+    """Refuse modules that stages with their own updates would train wrongly."""
     seen: set[nn.Parameter] = set()
     for part in pipeline.partitions:
         trained = {parameter for parameter in part.parameters() if parameter.requires_grad}
@@ -162,7 +160,7 @@ def _refuse(pipeline: GPipe) -> None:
 
 
 class _Stream(Ends):
-    """Hold what is in flight of a stream of batches; read by stage 0, and so before by none."""
+    """Hold what is in flight of a stream of batches; stage 0 reads the next batch when needed."""
 
     def __init__(
         self, batches: Iterator[tuple[list[Payload], StepLoss]], num_micro_batches: int
@@ -172,7 +170,7 @@ class _Stream(Ends):
         self._batches, self._num_micro_batches = batches, num_micro_batches
 
     def input_of(self, micro_batch: int) -> Payload:
-        """Return it, and forget it; micro-batches come in order."""
+        """Return and forget an input; micro-batches come in order."""
         if not self.inputs:
             found = next(self._batches, None)
             if found is None:
@@ -194,13 +192,14 @@ class _Stream(Ends):
 
 
 def _update(optimizer: Optimizer | None, stream: _Stream, batch: int) -> None:
-    """Step by the gradient of a batch's mean; all its losses are known where a stage ends it."""
+    """Step by the gradient of a batch's mean."""
     if optimizer is None:
         return
+    # All losses of the batch are known: its last backward has passed the stage.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad = stream.losses[batch].scaled(parameter.grad)
     optimizer.step()
-    # Casts of weights that are gone.
+    # Autocast's cache holds casts of the old weights.
     torch.clear_autocast_cache()

@@ -14,17 +14,17 @@ from autopipe.loss import Loss, SplitProbe, head_of
 
 
 class StepLoss:
-    """Give each micro-batch the value to back-propagate, and add up the mean.
+    """Return each micro-batch's value to back-propagate, and sum up the mean.
 
     A mean is weighted by its micro-batch's share of the samples. The sum of a (sum, count) is
-    divided by the samples, too; as the counts of later micro-batches are not known then, the
-    gradients are corrected at the end.
+    divided by the number of samples, too: the counts of later micro-batches are not known yet.
+    `scaled` corrects the gradients at the end.
 
     Args:
-        number: of the step; a loss that is not known to join from parts is compared with the
-            whole's in some steps, see `SplitProbe`. None compares it in none.
+        number: of the step, for the `SplitProbe` of a loss that is not known to join from parts.
+            None probes nothing.
     Raises:
-        ValueError: the target's tensors are not of so many samples.
+        ValueError: the target's tensors have another number of samples than the input.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StepLoss:
             )
         self._targets = [as_batch(piece) for piece in scatter(payload, sizes)]
         self._loss, self._sizes = loss, sizes
-        # Another one for each step: the user's function must not become part of the module.
+        # A new probe each step: kept in the module, it would make the user's function part of it.
         self._probe = None if number is None else SplitProbe(loss, num_steps_before=number)
         if self._probe is not None:
             self._probe.begin_step()
@@ -48,10 +48,10 @@ class StepLoss:
         self._corrections: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def __call__(self, micro_batch: int, outputs: Payload) -> Tensor:
-        """Return what to back-propagate for a micro-batch; asked again, the same."""
+        """Return a micro-batch's value to back-propagate; a repeated call returns the same."""
         output, target = as_batch(outputs), self._targets[micro_batch]
         if self._probe is not None:
-            # Before the loss, which may write into them.
+            # Before the loss, which may write into its arguments.
             self._probe.watch(output, target)
         value = self._loss(output, target)
         self._has_gradient |= head_of(value).requires_grad
@@ -65,16 +65,16 @@ class StepLoss:
         return value * (size / num_samples)
 
     def forget_targets(self) -> None:
-        """Let go of the targets, once all micro-batches have had their loss."""
+        """Free the targets, after the last micro-batch's loss."""
         self._targets = []
 
     def check_split(self) -> None:
-        """Raise ValueError if the loss depends on the split; once all have had their loss."""
+        """Raise ValueError if the loss depends on the split; call it after the last loss."""
         if self._probe is not None and self._probe.finds_difference():
             self._probe.refuse()
 
     def check_gradient(self) -> None:
-        """Raise ValueError if no micro-batch's loss has a gradient; once all have had theirs."""
+        """Raise ValueError if no loss has had a gradient; call it after the last loss."""
         if not self._has_gradient:
             raise ValueError(
                 f"the loss {self._loss.name!r} has no gradient by the model's output, and nothing "
@@ -82,18 +82,18 @@ class StepLoss:
             )
 
     def mean(self) -> Tensor:
-        """Return the mean loss: 0 where there is nothing, NaN where something has no weight."""
+        """Return the mean loss: 0 if sum and count are 0, NaN if only the count is."""
         total = torch.stack([total for total, _ in self._sums.values()]).sum()
         count = self._count(total)
-        # By kernels: to ask a GPU for the count would make the host wait.
+        # No `if`: reading the count from a GPU would make the host wait.
         mean = total / count.where(count != 0, 1)
         return mean.where((count != 0) | (total == 0), torch.nan)
 
     def scaled(self, gradient: Tensor) -> Tensor:
-        """Turn the gradient of what was back-propagated into the mean's."""
+        """Turn a gradient of the back-propagated values into the mean's gradient."""
         if not self._counts_given:
             return gradient
-        # Once a device, not once a parameter; a count may be a tensor of the last device.
+        # Cached, because the count may have to be copied from the last device.
         key = gradient.device, gradient.dtype
         if key not in self._corrections:
             count = self._count(gradient)
@@ -114,5 +114,5 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _wide_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype to add up in: in a small one sums stall or overflow."""
+    """Return the dtype to sum in: half-precision sums would stall or overflow."""
     return torch.promote_types(value.dtype, torch.float32)

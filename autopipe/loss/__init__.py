@@ -1,7 +1,7 @@
-"""Join a batch's loss from the losses of its parts, and find out which losses do not join.
+"""Join a batch's loss from the losses of its parts, and detect losses that do not join.
 
-joined        a user's loss as a `Loss`: torch's own are known, others are believed
-split_probe   compares, now and then, what is believed with the loss of the whole
+joined        a user's loss as a `Loss`; torch's own are known to join, others are assumed to
+split_probe   compares the joined loss with the whole batch's in some steps
 """
 
 from autopipe.loss.joined import (

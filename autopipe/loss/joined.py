@@ -5,8 +5,8 @@ A step's batch is cut over replicas and micro-batches, and each part has a loss 
     a mean over the samples     sum(n * mean) / sum(n)     right where all samples count alike
     (sum, count)                sum(sum) / sum(count)      right for weighted and ignored targets
 
-torch's own losses are known here, and become the second kind where they are not the first. The
-value of another function is believed, and compared in parts now and then (`split_probe`).
+torch's own losses are known here; those that are not of the first kind become the second. Another
+function's value is used as it is; some steps compare it with its parts (`split_probe`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 LossValue = Tensor | tuple[Tensor, Tensor | int]
 LossFunction = Callable[[Any, Any], LossValue]
-"""(output, target) -> a 0-dim mean over the samples, or (sum, count). The Trainer's output is a
-Tensor, its target one where the model has one target name, else a dict[str, Tensor]; a GPipe's are
-Tensors or tuples of Tensors. Any, as a loss takes one of them."""
+"""(output, target) -> a 0-dim mean over the samples, or (sum, count).
 
-# As of torch 2.15: the function that a module calls, and the attributes it hands over.
+The Trainer's output is a Tensor. Its target is a Tensor, or a dict[str, Tensor] if the model has
+several target names. A GPipe's are Tensors or tuples of Tensors.
+"""
+
+# As of torch 2.15: the function that a module calls, and the attributes that it passes.
 _MODULES: Mapping[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     nn.BCELoss: (F.binary_cross_entropy, ("weight",)),
     nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, ("weight", "pos_weight")),
@@ -48,25 +50,25 @@ _MODULES: Mapping[type[nn.Module], tuple[Callable[..., Tensor], tuple[str, ...]]
 _FUNCTIONS = frozenset(function for function, _ in _MODULES.values())
 
 _OF_CLASSES = frozenset({F.cross_entropy, F.nll_loss})
-"""Their mean is over targets, or the classes' weights of these, without the ignored ones."""
+"""Their mean is over targets that are not ignored, or over these targets' class weights."""
 
 _OF_ROWS = frozenset({F.multi_margin_loss, F.multilabel_margin_loss})
-"""Their mean is over rows of classes; one that has no rows they take for a single sample."""
+"""Their mean is over rows of classes; they take a 1-dim output for a single sample."""
 
 _WEIGH_EACH_ELEMENT = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss})
-"""Their weight is of the output's own shape, and so of one batch."""
+"""Their weight has the output's shape, and so belongs to one batch."""
 
 
 @final
 @dataclass(frozen=True)
 class Loss:
-    """Call a loss, and say what is known of it.
+    """Call a loss function, and state what is known about it.
 
     Args:
         function: (output, target) -> a 0-dim mean over the samples, or (sum, count).
-        is_exact: whether parts are known to join to the whole; otherwise that is probed.
-        ignore_index: the class of targets that the accuracy leaves out as well.
-        smoothed: builds the same loss with so much label smoothing, where that is known.
+        is_exact: whether parts are known to join to the whole; otherwise this is probed.
+        ignore_index: class of targets that the accuracy leaves out, too.
+        smoothed: returns the same loss with the given label smoothing; None if unknown.
     Raises:
         TypeError: the function cannot be called.
     """
@@ -90,9 +92,11 @@ class Loss:
         """Return the function's value.
 
         Raises:
-            TypeError, ValueError: it is no 0-dim mean and no (sum, count), or could not be joined.
+            TypeError, ValueError: it is no 0-dim mean and no (sum, count), or its count has a
+                gradient.
         """
         value = self.function(output, target)
+        # Every value is checked: a loss may return another kind for some batches.
         self._refuse_value(value)
         return value
 
@@ -127,11 +131,11 @@ class Loss:
 
 
 def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: str) -> Loss:
-    """Return the given loss, or the model's own, so that its parts join wherever that is known.
+    """Return the given loss, or the model's own, in a form whose parts join if possible.
 
     Raises:
         TypeError: it is no function.
-        ValueError: there is neither, its parts could not be joined, or it is to be trained itself.
+        ValueError: there is no loss, its parts cannot be joined, or it has trained parameters.
     """
     chosen = own if given is None else given
     if chosen is None:
@@ -172,8 +176,8 @@ def smooth_labels(loss: Loss, label_smoothing: float) -> Loss:
 def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
     """Return one of torch's own losses in a form whose parts join; None for any other function.
 
-    One is a module of exactly torch's class (without hooks, or a forward set on it), a function of
-    torch.nn.functional, or a functools.partial that gives it keywords.
+    Known are modules of exactly torch's classes, without hooks or a forward set on the instance;
+    functions of torch.nn.functional; and a functools.partial of these that gives keywords.
     """
     options: Callable[[], dict[str, Any]]
     if isinstance(loss_fn, nn.Module):
@@ -181,14 +185,14 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
             return None
         function, names = _MODULES[type(loss_fn)]
         name = type(loss_fn).__name__
-        # Read at every call, as the module itself does: a weight may be changed during a run.
+        # Read at every call, as the module does: a weight may change during a run.
         options = partial(_attributes, loss_fn, (*names, "reduction"))
     else:
         keywords: dict[str, Any] = {}
         function = loss_fn
         if isinstance(loss_fn, partial) and not loss_fn.args:
             function, keywords = loss_fn.func, loss_fn.keywords
-        # Another function may be one that cannot be hashed.
+        # Compared by identity: a function object of the user's may not be hashable.
         if not any(function is one for one in _FUNCTIONS) or keywords.keys() & {"input", "target"}:
             return None
         name, options = f"F.{function.__name__}", keywords.copy
@@ -201,6 +205,7 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
         loss = _TorchLoss(name, function, lambda: {**options(), **added})
         return Loss(loss, is_exact=True, ignore_index=ignored)
 
+    # A loss that smooths already keeps its own smoothing.
     is_plain = function is F.cross_entropy and not given.get("label_smoothing")
     return Loss(
         _TorchLoss(name, function, options),
@@ -211,19 +216,19 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
 
 
 def mean_of(total: float, count: float) -> float:
-    """Return total / count: 0 where there is nothing, NaN where something has no weight."""
+    """Return total / count: 0 if both are 0, NaN if only the count is."""
     if count:
         return total / count
     return 0.0 if total == 0 else math.nan
 
 
 def head_of(value: LossValue) -> Tensor:
-    """Return what of a loss's value a gradient is of: the mean, or the sum."""
+    """Return the part of a loss's value to differentiate: the mean, or the sum."""
     return value[0] if isinstance(value, tuple) else value
 
 
 def as_sum_and_count(value: LossValue, num_samples: int) -> tuple[float, float]:
-    """Return a loss's value over some samples as (sum, count), which add up over parts."""
+    """Return a loss's value as (sum, count), which add up over parts."""
     if isinstance(value, tuple):
         total, count = (one.detach() if isinstance(one, Tensor) else one for one in value)
         return float(total), float(count)
@@ -233,7 +238,12 @@ def as_sum_and_count(value: LossValue, num_samples: int) -> tuple[float, float]:
 @final
 @dataclass(frozen=True)
 class _TorchLoss:
-    """Call a function of torch.nn.functional, known to the user by a name, so that it joins."""
+    """Call a function of torch.nn.functional so that its parts join.
+
+    Args:
+        name: the user's name for it, in errors.
+        options: returns its keywords.
+    """
 
     name: str
     function: Callable[..., Tensor]
@@ -241,18 +251,19 @@ class _TorchLoss:
 
     def __call__(self, output: Tensor, target: Tensor) -> LossValue:
         keywords = {
+            # A module's weight may be left on the CPU: the model is moved, the loss is not.
             name: value.to(output.device) if isinstance(value, Tensor) else value
             for name, value in self.options().items()
         }
         self._refuse_shapes(output, target, keywords)
         if self.function in _OF_CLASSES and not target.is_floating_point():
             return sum_over_targets(self.function, output, target, keywords)
-        # Every sample has as many elements, or rows: the mean over these is that over samples.
-        # So are class probabilities', whose weights torch leaves out of the count.
+        # Samples have equally many elements or rows, so the mean over these is that over samples.
+        # This holds for class probabilities, too: torch leaves weights out of their count.
         return self.function(output, target, **keywords)
 
     def _refuse_shapes(self, output: Tensor, target: Tensor, keywords: Mapping[str, Any]) -> None:
-        """Refuse what would be compared across samples, or taken for a single sample."""
+        """Refuse inputs that would be compared across samples, or taken for a single sample."""
         if self.function in _OF_CLASSES | _OF_ROWS:
             if output.ndim < 2:
                 raise ValueError(
@@ -279,25 +290,25 @@ class _TorchLoss:
 def sum_over_targets(
     function: Callable[..., Tensor], output: Tensor, target: Tensor, keywords: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Add up the losses of (N, ...) class indices, and what torch's mean divides by.
+    """Return the sum of the losses of (N, ...) class indices, and the divisor of torch's mean.
 
-    That is the sum of the targets' class weights, with and without label smoothing (torch 2.15;
-    the test compares them), or the number of targets; ignored ones count in neither.
+    The divisor is the sum of the targets' class weights, with and without label smoothing (torch
+    2.15; the test compares them), or the number of targets, each without ignored targets.
     """
     losses = function(output, target, **{**keywords, "reduction": "none"})
-    # A sum over many targets would not fit into float16, where their mean does.
+    # The mean fits into float16, but the sum over many targets would overflow.
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     counts = target != keywords.get("ignore_index", -100)
     weight = keywords.get("weight")
     if weight is None:
         return total, counts.sum()
-    # Indices of one byte would be taken for a mask.
+    # long(), because torch takes one-byte indices for a mask.
     weights = weight[target.long().where(counts, 0)].where(counts, 0)
     return total, weights.sum(dtype=total.dtype)
 
 
 def _refuse_options(name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    """Refuse a loss whose parts could not be joined, whatever its inputs."""
+    """Refuse a loss whose parts cannot be joined, whatever its inputs."""
     if keywords.get("size_average") is not None or keywords.get("reduce") is not None:
         raise ValueError(f"{name} is given size_average or reduce; give reduction='mean' instead")
     reduction = keywords.get("reduction", "mean")

@@ -1,10 +1,10 @@
-"""Find out whether a loss that nobody knows joins from parts to the whole.
+"""Find out whether an unknown loss joins from parts to the whole.
 
     step       0 1 2 3 4 5 6 7 8 ...  16 ...  24 ...
     probed     * * * * * * * * *       *       *
 
-Values are compared, and gradients by the output. The first steps tell of most losses, and those
-after them of what comes up later, such as ignored targets; what is rare may stay unseen.
+Values and gradients by the output are compared. The first steps reveal most losses, later ones
+what appears only then, such as ignored targets. Rare differences may stay unseen.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ _FIRST_STEPS = 8
 _PERIOD_STEPS = 8
 
 _MOST_ELEMENTS = 1 << 22
-"""Elements of the outputs that are kept to probe: 16 MiB of float32."""
+"""Output elements kept for a probe: 16 MiB of float32."""
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 2e-3}
-"""Relative; float32 allows for a GPU's TF32 within the loss, half precision for its own rounding
-of the whole, and of the parts."""
+"""Relative; float32 allows for TF32 inside the loss, half precision for its own rounding."""
 _COARSEST = 1.6e-2
 
-
 _Part = tuple[Any, Any]
-"""Outputs and targets of some samples, the targets as the loss takes them."""
+"""Outputs and targets of some samples."""
 
 
 @final
 @dataclass(frozen=True)
 class _Answer:
-    """Hold what a loss says of a part, and the gradient of its sum by the part's output."""
+    """Hold a part's loss as (sum, count), and the sum's gradient by the part's output."""
 
     size: int
     dtype: torch.dtype
@@ -53,14 +51,14 @@ class _Answer:
 
 @final
 class SplitProbe:
-    """Compare the loss of several samples with the one that is joined from their parts.
+    """Compare the loss of several samples with the loss joined from their parts.
 
-    The parts are a step's own micro-batches, as far as `_MOST_ELEMENTS` goes, or two parts of the
-    only one. The loss is called on copies and torch's random numbers are put back; but one
-    that counts its calls counts these too. An exact `Loss` is let alone.
+    The parts are a step's micro-batches, up to `_MOST_ELEMENTS`, or two parts of a single
+    micro-batch. The loss is called on copies, and torch's random state is restored; a loss that
+    counts its calls counts these, too. An exact `Loss` is not probed.
 
     Args:
-        num_steps_before: steps that others have counted already.
+        num_steps_before: steps before this probe's first one.
     """
 
     def __init__(self, loss_fn: Loss, *, num_steps_before: int = 0) -> None:
@@ -71,19 +69,17 @@ class SplitProbe:
         self._difference = ""
 
     def begin_step(self) -> None:
-        """Count a step, and forget the one before."""
+        """Count a step, and forget the parts of the step before."""
         self._step += 1
         self._parts = []
 
     def watch(self, output: Any, target: Any) -> None:
-        """Keep what a micro-batch's loss is about to be computed from, if this step is probed.
-
-        Outputs are a tensor or several; with one that has no samples nothing could be split.
-        """
+        """Keep a micro-batch's output and target for the probe, before the loss is computed."""
         is_due = self._step < _FIRST_STEPS or self._step % _PERIOD_STEPS == 0
         if self._loss_fn.is_exact or self._is_random or not is_due:
             return
         part = (tree_map(Tensor.detach, output), target)
+        # Only tensors whose first dimension is the sample can be split.
         if any(not tensor.ndim or len(tensor) != _size(part) for tensor in tree_leaves(output)):
             return
         if self._parts and _sample_shapes(part) != _sample_shapes(self._parts[0]):
@@ -95,13 +91,13 @@ class SplitProbe:
             self._parts.append(_rows(part, 0, num_rows))
 
     def finds_difference(self) -> bool:
-        """Compare what was kept of this step; call it after the step's last loss."""
+        """Compare the parts that were kept; call it after the step's last loss."""
         parts, self._parts = _at_least_two(self._parts), []
         if len(parts) < 2:
             return False
         parts = [tree_map(lambda *of_parts: torch.cat(of_parts), *parts), *parts]
         try:
-            # A loss in half precision could hide a difference of a percent.
+            # In float32, because half precision could hide a difference of a percent.
             wide = tree_map(_widened, parts)
             answers, dtype = self._answers(wide), _first(wide[0]).dtype
         except RuntimeError:  # Such as a weight in half precision.
@@ -119,7 +115,7 @@ class SplitProbe:
         return bool(self._difference)
 
     def refuse(self) -> NoReturn:
-        """Raise a ValueError for the loss that this rank or another has found to depend on it."""
+        """Raise a ValueError for a loss that this or another rank's probe found to differ."""
         raise ValueError(
             f"the loss {self._loss_fn.name!r} depends on how a batch is split into micro-batches "
             f"and replicas{self._difference}. Where targets are weighted or ignored, return "
@@ -130,7 +126,7 @@ class SplitProbe:
         )
 
     def _answers(self, parts: list[_Part]) -> list[_Answer]:
-        """Call the loss on each part, and note whether that draws random numbers."""
+        """Call the loss on each part; note whether it draws random numbers."""
         device = _first(parts[0]).device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             before = random_state(device)
@@ -141,16 +137,17 @@ class SplitProbe:
     def _answer(self, output: Any, target: Any) -> _Answer:
         size = _size((output, target))
         output = tree_map(lambda one: one.clone().requires_grad_(one.is_floating_point()), output)
-        # Not the leaves themselves, which a loss could not work on in place.
+        # Clones, because a loss may not work in place on leaves.
         value = self._loss_fn(tree_map(torch.clone, output), target)
         total, gradient = head_of(value), None
         if leaves := [leaf for leaf in tree_leaves(output) if leaf.requires_grad]:
-            # None of them where it ignores all of its targets.
+            # Without a gradient, as when all targets are ignored, it is zero.
             found = [torch.zeros_like(leaf) for leaf in leaves]
             if total.requires_grad:
                 found = list(torch.autograd.grad(total, leaves, materialize_grads=True))
             gradient = torch.cat([one.reshape(size, -1) for one in found], dim=1)
             if not isinstance(value, tuple):
+                # A mean's gradient, times the samples, is that of the sum.
                 gradient = gradient * size
         return _Answer(size, total.dtype, *as_sum_and_count(value, size), gradient)
 
@@ -169,13 +166,13 @@ def _at_least_two(parts: list[_Part]) -> list[_Part]:
     if len(parts) != 1:
         return parts
     size = _size(parts[0])
-    # Unequal parts tell more; but a single sample is a part only where it has to be.
+    # Unequal parts reveal more; a part of one sample only if there are no more than three.
     cut = max(size // 3, min(2, size // 2))
     return [_rows(parts[0], 0, cut), _rows(parts[0], cut, size)] if cut else parts
 
 
 def _describe_difference(answers: list[_Answer], dtype: torch.dtype) -> str:
-    """Say how the loss of the whole, the first, differs from what its parts' join to, or ""."""
+    """Describe how the whole's loss (the first) differs from its parts' joined loss, or ""."""
     totals, counts = [one.total for one in answers], [one.count for one in answers]
     tolerance = max(_TOLERANCES.get(one, _COARSEST) for one in (dtype, answers[0].dtype))
     if _joins(totals, tolerance) and _joins(counts, tolerance):
@@ -208,7 +205,7 @@ def _size(part: _Part) -> int:
 
 
 def _rows(part: _Part, first: int, last: int) -> _Part:
-    # Copied, as a loss may write into what it is given.
+    # Cloned, because a loss may write into its arguments.
     rows: _Part = tree_map(lambda tensor: tensor[first:last].clone(), part)
     return rows
 
@@ -222,11 +219,8 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _joins(values: list[float], tolerance: float) -> bool:
-    """Tell whether the first is the sum of the others; so it is taken to be if it is not finite.
-
-    A number that is not finite in the whole says nothing of the split, and ends the step anyway.
-    """
+    """Tell whether the first value is the sum of the others, within a relative tolerance."""
     whole, *parts = values
-    if not math.isfinite(whole):
+    if not math.isfinite(whole):  # Says nothing about the split, and ends the step anyway.
         return True
     return abs(whole - sum(parts)) <= tolerance * sum(abs(part) for part in parts)

@@ -1,7 +1,7 @@
 """Plan as PipeDream does: stages of a layer graph, each with its own number of replicas.
 
 profile's layer_graph ─► cuts: places where it can be cut, in order ─► stage_search
-plan's request ─► request_plan: the same for what a run asks
+plan's request ─► request_plan: the same for a run's request
 """
 
 from autopipe.pipedream.cuts import CutState, cut_states, left_out, trimmed

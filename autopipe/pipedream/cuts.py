@@ -1,11 +1,11 @@
-"""Bring a layer graph into a line: the places where it can be cut, in topological order.
+"""List the places where a layer graph can be cut, in topological order.
 
-A place is named by the antichain of the nodes computed last: with all that they need they are
-below the cut. One place follows another where one of the nodes whose outputs are still wanted
-gives way to a node that takes its output. Nodes are bits of an int here.
+An antichain, the nodes computed last, names a place: they and all that they need are below the
+cut. A place follows another if a node whose output is still wanted above is replaced by a node
+that takes its output. Sets of nodes are the bits of an int here.
 
-Source: PipeDream (SOSP 2019), whose optimizer runs over these states; as its program enumerates
-them: from the first node without inputs, others being computed as soon as something needs them.
+Source: PipeDream (SOSP 2019), whose optimizer runs over these states. As in its program, they
+start from the first node without inputs; others are computed as soon as something needs them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class CutState:
     """Describe a cut.
 
     Args:
-        nodes: names of those below it, in the graph's order.
-        below: indices of the states that some path of cuts passes before this one.
+        nodes: names of the nodes below it, in the graph's order.
+        below: indices of the states that come before this one on some path of cuts.
         compute_s, saved_bytes, parameter_bytes: of all nodes below it.
         crossing_bytes: outputs that are still wanted above it.
     """
@@ -38,7 +38,7 @@ class CutState:
 
 
 def trimmed(graph: LayerGraph) -> LayerGraph:
-    """Leave out what no stage can be given a choice of: inputs, and items that nobody takes.
+    """Leave out inputs, and items that no node takes.
 
     Raises:
         ValueError: nothing is left.
@@ -60,13 +60,13 @@ def trimmed(graph: LayerGraph) -> LayerGraph:
 
 
 def cut_states(graph: LayerGraph) -> tuple[CutState, ...]:
-    """Return the cuts in topological order; the last has all nodes below it.
+    """Return the cuts in topological order.
 
-    All but those that have nothing to do with what follows the first node without inputs: the
-    published program leaves them out. `left_out` names them.
+    The last has all nodes below it, except those unrelated to the first node without inputs, as in
+    the published program; see `left_out`.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: there are too many cuts.
     """
     bits = _Bits(graph)
     found, followers = _explore(bits)
@@ -80,12 +80,14 @@ def cut_states(graph: LayerGraph) -> tuple[CutState, ...]:
 
 
 def left_out(graph: LayerGraph, states: Sequence[CutState]) -> list[str]:
-    """Name a graph's nodes that none of its cuts has below it."""
+    """Name a graph's nodes that are below none of its cuts."""
     placed = set(states[-1].nodes)
     return [node.name for node in graph.nodes if node.name not in placed]
 
 
 class _Bits:
+    """Hold a graph's relations as bit sets: all nodes above and below each node."""
+
     def __init__(self, graph: LayerGraph) -> None:
         self.graph = graph
         number = {node.name: index for index, node in enumerate(graph.nodes)}
@@ -106,7 +108,7 @@ class _Bits:
             for child in self.children[index]:
                 self.above[index] |= self.above[child] | 1 << child
         child_bits = [sum(1 << child for child in set(children)) for children in self.children]
-        # Nodes below each node whose outputs go elsewhere, too.
+        # Nodes below each node whose outputs other nodes, above or beside it, take as well.
         self.wanted = [
             sum(
                 1 << lower
@@ -116,27 +118,21 @@ class _Bits:
             for index in range(len(number))
         ]
 
-    def frontier(self, antichain: int) -> int:
-        """Return the antichain with the nodes below it that something else takes from, too."""
-        wanted = antichain
-        for index in _ones(antichain):
-            wanted |= self.wanted[index]
-        return wanted
 
-    def all_below(self, antichain: int) -> int:
-        """Return the antichain with all that it needs."""
-        found = antichain
-        for index in _ones(antichain):
-            found |= self.below[index]
-        return found
+def _with(antichain: int, related: Sequence[int]) -> int:
+    """Return the antichain and the nodes related to each of its nodes."""
+    found = antichain
+    for index in _ones(antichain):
+        found |= related[index]
+    return found
 
 
 def _explore(bits: _Bits) -> tuple[list[int], list[list[int]]]:
-    """Return the antichains in the order in which they are found, and which follow each."""
+    """Return all antichains, and the numbers of those that follow each."""
     first = 1 << bits.first
     antichains, number = [first], {first: 0}
     followers: list[list[int]] = [[]]
-    for antichain in antichains:  # It grows meanwhile.
+    for antichain in antichains:  # The list grows in the loop: breadth first.
         nexts = followers[number[antichain]]
         for following in dict.fromkeys(_next(bits, antichain)):
             if following not in number:
@@ -153,18 +149,20 @@ def _explore(bits: _Bits) -> tuple[list[int], list[list[int]]]:
 
 
 def _next(bits: _Bits, antichain: int) -> Iterator[int]:
-    """Yield the antichains that follow one."""
-    frontier = bits.frontier(antichain)
+    """Yield the antichains that follow an antichain."""
+    frontier = _with(antichain, bits.wanted)
     for index in _ones(frontier):
         for child in bits.children[index]:
+            # A child below a frontier node has been computed.
             if antichain >> child & 1 or bits.above[child] & frontier:
                 continue
             grown = frontier & ~(1 << index) | 1 << child
+            # Only the topmost nodes name the place.
             yield sum(1 << node for node in _ones(grown) if not bits.above[node] & grown)
 
 
 def _in_order(followers: list[list[int]]) -> list[int]:
-    """Sort topologically, depth first."""
+    """Sort topologically, depth first; not recursive, as paths may be thousands of states long."""
     order: list[int] = []
     seen = {0}
     path = [(0, iter(followers[0]))]
@@ -181,8 +179,8 @@ def _in_order(followers: list[list[int]]) -> list[int]:
 
 
 def _state(bits: _Bits, antichain: int, below: tuple[int, ...]) -> CutState:
-    nodes = [bits.graph.nodes[index] for index in _ones(bits.all_below(antichain))]
-    wanted = [bits.graph.nodes[index] for index in _ones(bits.frontier(antichain))]
+    nodes = [bits.graph.nodes[index] for index in _ones(_with(antichain, bits.below))]
+    wanted = [bits.graph.nodes[index] for index in _ones(_with(antichain, bits.wanted))]
     return CutState(
         tuple(node.name for node in nodes),
         below,
@@ -194,7 +192,7 @@ def _state(bits: _Bits, antichain: int, below: tuple[int, ...]) -> CutState:
 
 
 def _ones(bits: int) -> Iterator[int]:
-    """Yield the positions of the bits that are set."""
+    """Yield the positions of set bits, ascending."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1

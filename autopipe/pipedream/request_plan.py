@@ -1,7 +1,7 @@
-"""Answer a plan's request as PipeDream does: how many workers each stage has, and its sublayers.
+"""Answer a plan's request as PipeDream does: each stage's workers and sublayers.
 
-Frozen sublayers only run forward, in the first stage, or their output is read there from the
-cache, as the request says. Transfers between stages count.
+The first stage runs the frozen sublayers forward, or reads their outputs from the cache, as the
+request says. Transfers between stages count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from autopipe.profile import LayerGraph, Profile, graph_of
 
 @dataclass(frozen=True)
 class Question:
-    """Hold what PipeDream's optimizer is asked for a request.
+    """Hold the input of PipeDream's optimizer for a request.
 
     Args:
-        graph: the active sublayers, the first of which bears the frozen ones.
+        graph: the active sublayers; the first also costs the frozen ones' time.
         levels: machines, innermost first.
-        minibatch: samples of it: one a slot in a step's time.
+        minibatch: samples; a step has one minibatch per slot.
     """
 
     graph: LayerGraph
@@ -30,7 +30,7 @@ class Question:
 
 
 def question_of(profile: Profile, request: PlanRequest) -> Question:
-    """Return what PipeDream's optimizer is asked for a request."""
+    """Return the input of PipeDream's optimizer for a request."""
     minibatch = max(1, request.global_batch // request.num_ranks)
     chain, first = graph_of(profile, minibatch), profile.first_active(request.num_frozen)
     if request.prefix_cached_s is None:
@@ -38,7 +38,7 @@ def question_of(profile: Profile, request: PlanRequest) -> Question:
     else:
         frozen_s = minibatch * request.prefix_cached_s
         if request.prefix_read_ahead:
-            # It cannot hide behind more than all that trains.
+            # Reading hides behind training, and costs only what exceeds it.
             frozen_s = max(0.0, frozen_s - sum(node.compute_s for node in chain.nodes[first:]))
     active = chain.without({node.name for node in chain.nodes[:first]})
     bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)
@@ -63,16 +63,16 @@ def pipedream_stages(profile: Profile, request: PlanRequest) -> tuple[Replicated
 
 
 def plan_as_pipedream(profile: Profile, request: PlanRequest) -> PipelinePlan:
-    """Plan PipeDream's stages for a request that has their workers, 1F1B on them.
+    """Plan PipeDream's stages with 1F1B for a request that has their workers.
 
-    The micro-batches are the fastest of the request's counts, or of one a worker up to six. Where
-    frozen layers lead the optimizer to other workers, we cut the request's stages ourselves.
+    The micro-batch count is the fastest of the request's, or of 1 to 6 per worker.
 
     Raises:
         ValueError: no pipeline is possible, or none fits the memory.
     """
     stages = pipedream_stages(profile, request)
     workers = tuple(stage.replicas for stage in stages)
+    # Workers are fixed for a run: if frozen layers lead to others, cut the given stages ourselves.
     if len(workers) == 1 or workers != request.stage_workers:
         return plan_pipeline(profile, request)
     first, step = profile.first_active(request.num_frozen), request.num_ranks

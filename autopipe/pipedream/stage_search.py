@@ -1,8 +1,8 @@
 """Find the pipeline of replicated stages whose slowest stage is fastest, level by level.
 
-Legend: states 0, 1, ... are the cuts of the graph; a stage (i, j) has what lies between the cuts
-before i and behind j; C(i, j) is its compute, P(i, j) its parameters' bytes, a(k) the bytes that
-cross behind k, B a level's bandwidth, m machines of a level.
+Legend: states 0, 1, ... are the cuts of the graph; a stage (i, j) holds the nodes above cut i - 1
+and below cut j; C(i, j) is its compute, P(i, j) its parameters' bytes, a(k) the bytes that cross
+cut k, B a level's bandwidth, m machines of a level.
 
     one stage        A(i, j, m) = (C + 4 (m - 1) P / (B m inner)) / m
     a last stage     A(i, j, m) = min over k, m' of max(A(i, k, m - m'),
@@ -10,23 +10,23 @@ cross behind k, B a level's bandwidth, m machines of a level.
                                   2 a(k) / (B m'), 2 a(j) / (B m'))
     the next level   C(i, j) := A(i, j, all machines of this level)
 
-inner is the number of machines a level below, and 1 on the innermost. The transfers of activations
-count where they are asked for.
+inner is the number of machines a level below, and 1 on the innermost. Transfers of activations
+count only if asked for.
 
-Source: PipeDream (SOSP 2019), section 3.1, as its program computes it: the paper takes the larger
-of compute and sums of gradients where the program adds them, and hides transfers. Where branches
-run side by side, a stage of a lower level may begin at a cut that does not lie below its end; the
-program counts it by the same difference of sums, and so do we.
+Source: PipeDream (SOSP 2019), section 3.1, as its program computes it: the program adds compute
+and sums of gradients where the paper takes the larger one and hides transfers. With parallel
+branches, a stage of a lower level may begin at a cut that does not lie below its end; like the
+program, we price it by the same difference of sums.
 
-Ours plans no stage without compute, as of dropouts that cost nothing: its machines would be idle.
-The published program places such stages where links are slow, as relays of several machines.
+Ours plans no stage without compute, such as one of dropouts that cost nothing: its machines would
+be idle. The published program places such stages as relays where links are slow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from autopipe.pipedream.cuts import CutState
 Array = NDArray[np.float64]
 
 _NO_WORK = 1e-12
-"""Of the whole compute: differences of its sums below that are rounding, or none."""
+"""A stage's share of the whole compute; less is no work, but a difference of rounded sums."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Machines:
     """Describe a level of a cluster.
 
     Args:
-        count: machines, each of the level below.
+        count: machines; each holds all machines of the level below.
         bytes_per_s: between them.
     Raises:
         ValueError: there are none, or they are not connected.
@@ -67,9 +67,9 @@ class ReplicatedStage:
     """State a stage.
 
     Args:
-        begin, end: states begin..end-1.
-        replicas: machines of its level that run it side by side.
-        inner: its stages within such a machine; () on the innermost level.
+        begin, end: it holds states begin .. end - 1.
+        replicas: machines of its level that run it in parallel.
+        inner: its stages within each machine; () on the innermost level.
     """
 
     begin: int
@@ -78,7 +78,7 @@ class ReplicatedStage:
     inner: tuple[ReplicatedStage, ...] = ()
 
     def nodes(self, states: Sequence[CutState]) -> set[str]:
-        """Name the nodes that lie between its cuts."""
+        """Name its nodes."""
         below = states[self.begin - 1].nodes if self.begin else ()
         return set(states[self.end - 1].nodes) - set(below)
 
@@ -103,9 +103,9 @@ class ReplicatedPlan:
 
     Args:
         stages: of the outermost level.
-        seconds: of a minibatch on the slowest stage, over its replicas.
-        single_machine_s: of a minibatch on one machine.
-        data_parallel_s: of a minibatch where all machines are replicas of one stage.
+        seconds: per minibatch, of the slowest stage with all its replicas.
+        single_machine_s: per minibatch, on one machine.
+        data_parallel_s: per minibatch, with all machines as replicas of one stage.
     """
 
     stages: tuple[ReplicatedStage, ...]
@@ -119,7 +119,7 @@ class ReplicatedPlan:
 
     @property
     def name(self) -> str:
-        """Return the replicas of all stages, as "15-1", or "straight" or "data parallel"."""
+        """Return the replicas of all stages, such as "15-1"; or "straight" or "data parallel"."""
         replicas = [leaf.replicas for leaf in self.leaves]
         if len(replicas) == 1:
             return "data parallel"
@@ -150,8 +150,8 @@ def optimize(
     Args:
         levels: of the cluster, innermost first.
         activations: count the transfers of activations between stages.
-        memory_bytes: that the stashed weights and activations of a stage may take on a machine.
-        straight: replicate no stage; then no machine stays idle either.
+        memory_bytes: limit for a stage's stashed weights and activations on a machine.
+        straight: replicate no stage, and use all machines.
     Raises:
         ValueError: there are no levels, nothing takes time, or no pipeline fits the memory.
     """
@@ -164,10 +164,11 @@ def optimize(
     tables: list[_Level] = []
     for number, machines in enumerate(levels):
         is_last = number == len(levels) - 1
-        limits = _Limits(activations, memory_bytes, straight)
-        level = _Level(sums, compute, machines, inner, limits)
+        level = _Level(sums, compute, machines, inner, activations, memory_bytes, straight)
+        # Nothing lies above the last level, which so needs only pipelines of the whole graph.
         level.solve(rows=1 if is_last else len(states))
         tables.append(level)
+        # A stage of the next level computes as long as this level's best pipeline takes.
         compute, inner = level.best[-1], machines.count
     seconds = float(tables[-1].best[-1][0, -1])
     if not math.isfinite(seconds):
@@ -184,7 +185,7 @@ def optimize(
 
 
 def data_parallel_s(states: Sequence[CutState], levels: Sequence[Machines]) -> float:
-    """Return the seconds of a minibatch where every machine holds the whole model."""
+    """Return the seconds of a minibatch if every machine holds the whole model."""
     seconds, inner = states[-1].compute_s, 1
     for level in levels:
         moved = 4 * (level.count - 1) * states[-1].parameter_bytes
@@ -195,9 +196,9 @@ def data_parallel_s(states: Sequence[CutState], levels: Sequence[Machines]) -> f
 
 @dataclass(frozen=True)
 class _Sums:
-    """Hold what lies between any two states: [i, j] from behind i - 1 to j; infinite for none.
+    """Hold the sums of any stage (i, j) as arrays [i, j], infinite for i > j.
 
-    Compute is infinite, too, where there is none to do.
+    Compute is also infinite for stages without work. Crossing bytes are by state.
     """
 
     compute: Array
@@ -213,6 +214,7 @@ class _Sums:
         def between(values: Sequence[float]) -> Array:
             upto = np.array(values, dtype=np.float64)
             found: Array = upto[None, :] - np.concatenate([[0.0], upto[:-1]])[:, None]
+            # Below the diagonal: a stage that ends before it begins.
             found[np.tril_indices(num, -1)] = np.inf
             return found
 
@@ -227,89 +229,90 @@ class _Sums:
         )
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Say what counts, and what is allowed; see `optimize`."""
+@dataclass
+class _Level:
+    """Solve a level for every stage of the level above; see `optimize` for the settings."""
 
+    sums: _Sums
+    compute: Array
+    machines: Machines
+    inner: int
     activations: bool
     memory_bytes: float | None
     straight: bool
-
-
-class _Level:
-    """Solve a level for every stage of the one above."""
-
-    def __init__(
-        self, sums: _Sums, compute: Array, machines: Machines, inner: int, limits: _Limits
-    ) -> None:
-        self._sums, self._compute, self._limits = sums, compute, limits
-        self.count, self._bytes_per_s, self._inner = machines.count, machines.bytes_per_s, inner
-        self.best: Array = np.empty((0, 0, 0))
+    best: Array = field(default_factory=lambda: np.empty((0, 0, 0)))
 
     def solve(self, rows: int) -> None:
-        """Find A(i, j, m) for i below `rows`; `best[m - 1]` then holds those of m machines."""
-        num = len(self._sums.below)
-        self.best = np.stack([self._single(m)[:rows] for m in range(1, self.count + 1)])
-        for m in range(2, self.count + 1):
+        """Find A(i, j, m) for i < rows; store it as best[m - 1, i, j]."""
+        num, count = len(self.sums.below), self.machines.count
+        self.best = np.stack([self._single(m)[:rows] for m in range(1, count + 1)])
+        for m in range(2, count + 1):
             for j in range(1, num):
                 found = self._pipelines(j, m, slice(None)).min(axis=(0, 2))
                 self.best[m - 1, :, j] = np.minimum(self.best[m - 1, :, j], found)
 
     def split(self, i: int, j: int, m: int) -> tuple[int, int] | None:
-        """Return behind which state, and with how many machines, the last stage of the best
-        pipeline is; None where one stage is as fast.
+        """Return the best pipeline's last stage, as the state below it and its machines.
+
+        None if a single stage is as fast.
         """
         wanted = self.best[m - 1, i, j]
         if m == 1 or not j or self._single(m)[i, j] <= wanted:
             return None
         fits = self._pipelines(j, m, slice(i, i + 1))[:, 0] <= wanted
+        # Transposed: of equal pipelines the first cut wins, then the fewest machines.
         lower, last = np.argwhere(fits.T)[0]
-        return self._sums.below[j][lower], int(last) + 1
+        return self.sums.below[j][lower], int(last) + 1
 
     def _pipelines(self, j: int, m: int, rows: slice) -> Array:
-        """Return the seconds of pipelines to j on m machines: (last stage's, row, lower state)."""
-        lower = np.array(self._sums.below[j])
-        last = np.arange(1, 2 if self._limits.straight else m)[:, None]
+        """Return the seconds of pipelines up to j on m machines.
+
+        Dimensions: the last stage's machines, row i, the state below the last stage.
+        """
+        lower = np.array(self.sums.below[j])
+        last = np.arange(1, 2 if self.straight else m)[:, None]
+        # Reversed: the last stage on 1, 2, ... machines leaves m - 1, m - 2, ... to those before.
         before = self.best[: m - 1][::-1, rows, :][: len(last), :, lower]
         return np.maximum(before, self._last(lower, j, m, last)[:, None, :])
 
     def _single(self, m: int) -> Array:
-        sums = self._sums
-        if self._limits.straight and m > 1:
-            return np.full_like(self._compute, np.inf)
+        """Return the seconds of single stages on m machines."""
+        sums = self.sums
+        if self.straight and m > 1:
+            return np.full_like(self.compute, np.inf)
         moved = 4 * (m - 1) * np.where(np.isinf(sums.parameters), 0.0, sums.parameters)
-        synced_s = moved / (self._bytes_per_s * m) / self._inner
-        stash = math.ceil((self.count - m) / m)
-        return self._within((self._compute + synced_s) / m, sums.saved + sums.parameters, stash)
+        synced_s = moved / (self.machines.bytes_per_s * m) / self.inner
+        stash = math.ceil((self.machines.count - m) / m)
+        return self._within((self.compute + synced_s) / m, sums.saved + sums.parameters, stash)
 
     def _last(self, lower: NDArray[np.int64], j: int, m: int, last: NDArray[np.int64]) -> Array:
-        """Return the seconds of a last stage behind each lower state to j, on `last` of m."""
-        sums, rate = self._sums, self._bytes_per_s * last
-        compute, parameters = self._compute[lower + 1, j], sums.parameters[lower + 1, j]
+        """Return the seconds of last stages above each lower state, up to j, on `last` of m."""
+        sums, rate = self.sums, self.machines.bytes_per_s * last
+        compute, parameters = self.compute[lower + 1, j], sums.parameters[lower + 1, j]
         times: Array = (compute + 4 * (last - 1) * parameters / rate) / last
-        versions = np.ceil((self.count - m) / last)
+        versions = np.ceil((self.machines.count - m) / last)
         times = self._within(times, sums.saved[lower + 1, j] + parameters, versions)
-        if self._limits.activations:
+        if self.activations:
             times = np.maximum(times, 2 * sums.crossing[lower] / rate)
-            if j < len(sums.below) - 1:
+            if j < len(sums.below) - 1:  # Behind the last state nothing is sent.
                 times = np.maximum(times, 2 * sums.crossing[j] / rate)
         return times
 
     def _within(self, times: Array, stashed: Array, versions: Array | int) -> Array:
-        """Return infinity where a stage's versions do not fit the memory."""
-        if self._limits.memory_bytes is None:
+        """Return the times, but infinity for stages whose stashed versions exceed the memory."""
+        if self.memory_bytes is None:
             return times
         needed = versions * np.where(np.isinf(stashed), 0.0, stashed)
-        return np.where(needed > self._limits.memory_bytes, np.inf, times)
+        return np.where(needed > self.memory_bytes, np.inf, times)
 
 
 def _stages(levels: Sequence[_Level], i: int, j: int) -> tuple[ReplicatedStage, ...]:
-    """Return the stages of the best pipeline from behind state i - 1 to j."""
+    """Return the stages of the best pipeline of (i, j)."""
     if not levels:
         return ()
     *inner, own = levels
     found: list[ReplicatedStage] = []
-    machines = own.count
+    machines = own.machines.count
     while True:
         split = own.split(i, j, machines)
         begin, replicas = (i, machines) if split is None else (split[0] + 1, split[1])

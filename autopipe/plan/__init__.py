@@ -1,15 +1,18 @@
-"""Predict a step by running its very schedule against costs, and choose a pipeline by it.
+"""Predict steps by simulating their schedules, and choose a pipeline by the predictions.
 
 request ─► search ─► estimate ─► simulation
-             └─ explanation       published: the rules of the paper, to compare with
+             └─ explanation       published: the paper's rules, for comparison
 """
 
-from autopipe.plan.estimate import Tables, best_count, draw_tables, table_text
 from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
 from autopipe.plan.published import (
+    Tables,
+    best_count,
+    draw_tables,
     plan_as_published,
     published_length,
     published_split,
+    table_text,
     throughput_tables,
 )
 from autopipe.plan.request import PipelinePlan, PlanRequest, fitting_lengths

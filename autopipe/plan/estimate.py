@@ -1,22 +1,17 @@
-"""Estimate a step's seconds and each stage's bytes, for a profile with some layers frozen.
+"""Estimate a step's seconds and each stage's bytes, with some layers frozen.
 
-Units are the active sublayers, counted from 0; a split is the K + 1 boundaries between them.
-Stage 0 bears the frozen prefix besides its units.
-
-Compare micro-batch counts M by their throughput, for each pipeline length K.
+Units are the active sublayers, counted from 0. A split is the K + 1 boundaries between them.
+Stage 0 also has the frozen prefix.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import add
-from pathlib import Path
-from typing import TypeAlias
 
 from autopipe.partition import PartCost, per_part
 from autopipe.plan.request import PlanRequest
@@ -25,16 +20,8 @@ from autopipe.profile import Profile
 from autopipe.schedule import peak_in_flight, schedule_of
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """Hold what a step takes, and in how much of it stage 0 gets its samples."""
-
-    step_s: float
-    fetch_s: float
-
-
 class StepModel:
-    """Answer for any split, schedule and micro-batch sizes what a step costs.
+    """Price a step for any split, schedule and micro-batch sizes.
 
     Raises:
         ValueError: nothing is left to train.
@@ -52,7 +39,8 @@ class StepModel:
             )
         frozen, active = costs[: self.first_active], costs[self.first_active :]
         self._prefix_bytes = sum(cost.parameter_bytes + cost.buffer_bytes for cost in frozen)
-        # Without gradients, activations are gone when the next sublayer has run.
+        # Without gradients a sublayer's activations are freed once the next has run: take the
+        # maximum, not the sum.
         self._prefix_sample_bytes = max(
             (cost.saved_bytes + 2 * cost.output_bytes for cost in frozen), default=0.0
         )
@@ -73,17 +61,13 @@ class StepModel:
         self._work: dict[int, tuple[list[float], list[float]]] = {}
 
     def work_s(self, sizes: tuple[int, ...], length: int) -> PartCost:
-        """Return the function that says how many seconds a stage of so many computes in a step.
-
-        Where it has several workers, each computes so long.
-        """
+        """Return the function that prices a step's computing of each worker of a stage."""
         total, fetch_s = [0.0] * (self.num_units + 1), self.fetch_s(sizes, length)
         for size, number in Counter(sizes).items():
             forward, backward = self._cumulated_work(size)
             total = [
                 t + number * (f + b) for t, f, b in zip(total, forward, backward, strict=True)
             ]
-
         workers = self.request.workers_of(length)
         factors = [self._slowness(part, length) / workers[part] for part in range(length)]
 
@@ -93,10 +77,9 @@ class StepModel:
         return cost
 
     def fetch_s(self, sizes: tuple[int, ...], length: int) -> float:
-        """Return the seconds in which stage 0 gets the step's samples behind the prefix.
+        """Return the seconds in which each worker of stage 0 gets its samples behind the prefix.
 
-        Several workers get those of their own micro-batches alone. Rows that are read ahead are
-        `step_s`'s.
+        Rows that are read ahead cost nothing here; `step_s` adds the wait for them.
         """
         profile, request, num_samples = self._profile, self.request, sum(sizes)
         if request.prefix_cached_s is not None:
@@ -111,14 +94,16 @@ class StepModel:
         return all_s / request.workers_of(length)[0]
 
     def stage_bytes(self, sizes: tuple[int, ...], length: int, schedule: str) -> PartCost:
-        """Return the function that says how many bytes a stage needs.
+        """Return the function that counts a stage's bytes.
 
-        In a step they are weights, gradients and optimizer state, the buckets in which replicas
-        sum gradients, and for every micro-batch in flight what autograd saves, cast weights among
-        it, and the activations at the stage's two ends; on stage 0 besides the frozen weights and
-        what running them takes.
-        In a transition a round of what arrives comes in the place of gradients and activations.
-        Host memory is not counted: frozen layers' optimizer state, the cache, a checkpoint.
+        A step needs:
+        - weights, gradients, optimizer state, and the buckets in which replicas sum gradients;
+        - for every micro-batch in flight, what autograd saves (cast weights included) and the
+          activations at the stage's two ends;
+        - on stage 0 also the frozen weights, and the memory to run them.
+
+        In a transition a round of arriving bytes replaces gradients and activations. Host memory
+        is not counted: frozen layers' optimizer state, the cache, a checkpoint.
         """
         workers, num_replicas = self.request.workers_of(length), self.request.replicas_of(length)
         in_flight = _in_flight(schedule, workers, len(sizes))
@@ -126,7 +111,7 @@ class StepModel:
         prefix_run = (self.request.prefix_chunk or max(sizes)) * self._prefix_sample_bytes
         prefix_run += self._prefix_copies
         if len(sizes) > 1:
-            # All of the step's samples lie behind the prefix until their micro-batches' turn.
+            # The prefix runs for the whole step at once; its outputs wait for their micro-batch.
             prefix_run += sum(sizes) / workers[0] * self._boundary_bytes[0]
 
         def cost(part: int, first: int, last: int) -> float:
@@ -148,10 +133,12 @@ class StepModel:
 
         return cost
 
-    def step_s(self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]) -> StepSeconds:
-        """Predict the seconds of a step by executing its schedule.
+    def step_s(
+        self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]
+    ) -> tuple[float, float]:
+        """Predict the seconds of a step, and those in which stage 0 gets its samples.
 
-        Rows that are read ahead are asked for after a step's fetch, and are there before the next:
+        Reading ahead begins after a step's fetch, and must end before the next fetch:
 
             step     fetch t | computes t ........... | waits | fetch t + 1 | computes t + 1
             thread             reads t + 1 .................. |               reads t + 2
@@ -159,10 +146,10 @@ class StepModel:
         fetch_s = self.fetch_s(sizes, len(split) - 1)
         own_s = self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
         waits_s = max(0.0, fetch_s + self._ahead_s(sizes, len(split) - 1) - own_s)
-        return StepSeconds(own_s + waits_s, fetch_s + waits_s)
+        return own_s + waits_s, fetch_s + waits_s
 
     def _ahead_s(self, sizes: tuple[int, ...], length: int) -> float:
-        """Return the seconds in which each worker of stage 0 has the next step's rows read."""
+        """Return the seconds of reading the next step's rows, for each worker of stage 0."""
         request = self.request
         if request.prefix_cached_s is None or not request.prefix_read_ahead:
             return 0.0
@@ -173,8 +160,8 @@ class StepModel:
     ) -> Simulation:
         """Execute a schedule on a clock.
 
-        Slots of a node may share its caches and its memory's bandwidth, so that a stage computes
-        faster while others wait. How many wait follows from a first execution.
+        Slots of a node may share caches and memory bandwidth, so that a stage computes faster
+        while others wait. A first execution tells how many compute at the same time.
         """
         times, workers = self._stage_times(sizes, split), self.request.workers_of(len(split) - 1)
         slots, idle_node_share = self.request.slots_per_node, self._profile.idle_node_share
@@ -188,10 +175,9 @@ class StepModel:
         return simulate(program, times.scaled(share), replicas=workers)
 
     def least_step_s(self, sizes: tuple[int, ...], split: tuple[int, ...]) -> float:
-        """Return seconds below which no schedule finishes a step; far cheaper than `step_s`.
-
-        A stage does all its work between the first activation from below and the last gradient.
-        """
+        """Return a lower bound of a step's seconds; far cheaper than `step_s`."""
+        # A stage does all its work after the first activation from below has reached it, and the
+        # last gradient must still pass all stages below.
         forward, backward = self._cumulated_work(min(sizes))
         fetch_s = self.fetch_s(sizes, len(split) - 1)
         below = [
@@ -201,7 +187,7 @@ class StepModel:
         return self._profile.idle_node_share * busiest_s + self._outside_schedule_s(split)
 
     def _outside_schedule_s(self, split: tuple[int, ...]) -> float:
-        """Return the seconds of all-reduce and optimizer on the largest stage, and of the rest."""
+        """Return the seconds of all-reduce and optimizer on the slowest stage, and overhead."""
         profile, rings = self._profile, self.request.rings_of(len(split) - 1)
         stage_s = max(
             profile.optimizer_s_per_byte * (self._gradients[last] - self._gradients[first])
@@ -243,16 +229,14 @@ class StepModel:
         )
 
     def _slowness(self, stage: int, length: int) -> float:
-        """Return how many times longer a stage takes on the slowest of its ranks.
-
-        Rank = replica x length + stage, where stages have one worker; where the ranks are then no
-        multiple of the length, it is not known here which of them wait, and all count.
-        """
+        """Return how many times longer a stage takes on the slowest of its ranks."""
         ranks, workers = self._profile.slowness, self.request.workers_of(length)
         if max(workers) > 1:
             first = sum(workers[:stage])
             ranks = ranks[first : first + workers[stage]]
         elif len(ranks) % length == 0:
+            # Rank = replica x length + stage. With a remainder it is not known here which ranks
+            # are spares, so that all count.
             ranks = ranks[stage::length]
         return max(ranks, default=1.0)
 
@@ -268,12 +252,10 @@ class StepModel:
         return self._work[size]
 
 
+# Cached, because each decision asks for the same schedules again.
 @lru_cache(maxsize=1024)
 def _in_flight(schedule: str, workers: tuple[int, ...], num_micro_batches: int) -> tuple[int, ...]:
-    """Return the most micro-batches that each stage has between their forward and their backward.
-
-    Kept, because each decision asks for the same ones again.
-    """
+    """Return the most micro-batches that each stage keeps between forward and backward."""
     peaks = list(map(peak_in_flight, schedule_of(schedule, workers, num_micro_batches)))
     # The first of a stage's workers has the most micro-batches.
     return tuple(peaks[sum(workers[:stage])] for stage in range(len(workers)))
@@ -282,50 +264,3 @@ def _in_flight(schedule: str, workers: tuple[int, ...], num_micro_batches: int) 
 def _cumulate(values: Iterable[float]) -> list[float]:
     """Return the sums of the values before each index."""
     return list(accumulate(values, initial=0.0))
-
-
-Table: TypeAlias = Mapping[int, float]
-"""Samples a second by M."""
-
-Tables: TypeAlias = Mapping[int, Table]
-"""Tables by K."""
-
-
-def best_first(table: Table) -> list[int]:
-    """Return every M, those of the highest throughput first, of equal ones the smallest first."""
-    # Nine digits, so that sums which round differently count as equal.
-    return sorted(table, key=lambda count: (-float(f"{table[count]:.9g}"), count))
-
-
-def best_count(table: Table) -> int:
-    """Return the M of the highest throughput, of equal ones the smallest."""
-    return best_first(table)[0]
-
-
-def table_text(tables: Tables) -> str:
-    """Return throughput tables as text, one row for each K; the best M has a star."""
-    rows = []
-    for length, table in tables.items():
-        best = best_count(table)
-        cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
-        rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
-    return "\n".join(["samples/s by pipeline length K and micro-batches M, simulated", *rows])
-
-
-def draw_tables(tables: Tables, path: str | Path) -> None:
-    """Draw throughput over M / K, a line for each K; the path's ending tells the format."""
-    # Loaded only for a picture: training needs no matplotlib. A figure of its own, without
-    # pyplot, leaves the caller's backend and open figures alone.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    for length, table in tables.items():
-        ratios = [count / length for count in table]
-        best = best_count(table)
-        (line,) = axes.plot(ratios, list(table.values()), marker="o", label=f"K = {length}")
-        axes.plot([best / length], [table[best]], marker="*", ms=14, color=line.get_color())
-    axes.set(xlabel="micro-batches M / K", ylabel="samples/s", ylim=(0, None))
-    axes.set_title("Throughput by M; the star is what is taken", loc="left", fontsize=10)
-    axes.legend(frameon=False)
-    figure.savefig(path)

@@ -1,9 +1,8 @@
 """Explain a plan: where its step's time goes, what each stage does, and what else was possible.
 
-A step's time is the sum of its parts. Each is what the step would save if the part cost nothing,
-but compute and bubble, which share the rest: compute is what a stage works on average, bubble what
-it waits for others' work. Reading is what stage 0 waits for rows that are read ahead; where it
-does, the other parts are those of the step without the wait.
+A step's time is the sum of its parts. Compute is a stage's mean work; bubble is its mean wait for
+others' work. Reading is stage 0's wait for rows that are read ahead, and is split off first. Each
+other part is the time that the step would save if the part cost nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ class StepParts:
 class ExplainedPlan:
     """Hold a plan with its step's parts and its simulated schedule.
 
-    Sums of gradients and update come after the simulation. `workers` are those of each stage; the
-    simulation has each of them.
+    Args:
+        simulation: of each worker, without sums of gradients and update, which come after it.
+        workers: of each stage.
     """
 
     plan: PipelinePlan
@@ -56,7 +56,7 @@ class ExplainedPlan:
         }
 
     def spans(self) -> list[Span]:
-        """Return the schedule as spans, to be drawn; what is kept are all of a stage's bytes."""
+        """Return the schedule as spans to draw, each with all of its stage's peak bytes."""
         peaks = [
             size
             for size, count in zip(self.plan.peak_bytes, self.workers, strict=True)
@@ -73,6 +73,7 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
     if request.prefix_read_ahead and request.prefix_cached_s is not None:
         request = replace(request, prefix_cached_s=0.0)
         plan = replace(plan, predicted_step_s=_step_s(profile, request, plan))
+    # Each part comes from pricing the plan once more on a profile where the part is free.
     unsummed = replace(profile, all_reduce=RingCost(_NO_LINK, _NO_LINK))
     simulation = simulate_plan(profile, request, plan)
     unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)
@@ -106,12 +107,13 @@ def _step_s(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> float
 
 
 def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> list[PipelinePlan]:
-    """Select the fastest of each other length, and the three next fastest of all.
+    """Select the fastest plan of each other length, and the three next fastest of all.
 
     Args:
         plans: all that fit, fastest first.
-        chosen: left out, as is what differs from it, or from a faster one, by its schedule alone.
+        chosen: left out.
     """
+    # Of plans that differ only by their schedule, the fastest stays.
     by_shape = {(plan.length, plan.num_micro_batches): plan for plan in reversed(plans)}
     if chosen is not None:
         by_shape.pop((chosen.length, chosen.num_micro_batches), None)
@@ -123,5 +125,6 @@ def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> li
 
 
 def _rank(plan: PipelinePlan) -> tuple[float, int, int]:
-    """Order by time; times that differ by rounding count as equal."""
+    """Order by time, then by length and micro-batches."""
+    # Nine digits: times that differ only by rounding count as equal.
     return float(f"{plan.predicted_step_s:.9g}"), plan.length, plan.num_micro_batches

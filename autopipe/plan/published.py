@@ -1,30 +1,39 @@
-"""Choose a pipeline by the published rules, to stand beside ours in every comparison.
+"""Choose a pipeline by the published rules, for comparison with ours.
 
 Legend: K stages, M micro-batches, T the number of freeze decisions so far.
 
-Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Where text and algorithm differ, or
-our engine asks for more, ours takes: `<=` as in the text, where the algorithm compresses at `<`;
-the frozen parameters, which the printed algorithm never adds up, at lambda = 1/6 each on partition
-0; at least one sublayer a stage, where the greedy balance may leave stages empty; and another M
-where the table's best does not fit the memory.
+Source: PipeTransformer section 3.2 and Algorithm 1 (AutoPipe). Ours differs where text and
+algorithm disagree, or our engine needs more:
+- compress at `<=` as in the text, not at the algorithm's `<`;
+- count frozen parameters, at lambda = 1/6 on partition 0; the printed algorithm never adds them;
+- give each stage at least one sublayer, where the greedy balance may leave stages empty;
+- take another M if the table's best does not fit the memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
 
 from autopipe.partition import greedy_partition
-from autopipe.plan.estimate import Table, best_first
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import predict
 from autopipe.profile import Profile
 
+Table: TypeAlias = Mapping[int, float]
+"""Samples per second by M."""
+
+Tables: TypeAlias = Mapping[int, Table]
+"""Tables by K."""
+
 FROZEN_COST = 1 / 6
-"""What a frozen parameter weighs beside an active one (the paper's lambda)."""
+"""Weight of a frozen parameter relative to an active one (the paper's lambda)."""
 
 _BYTES_PER_MILLION = 4e6
-"""The rules depend on the unit: they count parameters in millions, of the published float32."""
+"""The rules depend on the unit, which is millions of float32 parameters, as published."""
 
 
 def plan_as_published(
@@ -33,7 +42,7 @@ def plan_as_published(
     """Plan as published: Algorithm 1 for K and the split, the throughput table for M, GPipe.
 
     Args:
-        frozen_cost: lambda. The printed algorithm amounts to 0, and so do the paper's K.
+        frozen_cost: lambda. The printed algorithm, and the K that the paper lists, amount to 0.
     Raises:
         ValueError: the request excludes GPipe, no length is possible, or no M fits the memory.
     """
@@ -62,10 +71,10 @@ def _gpipe(
 
 
 def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Table:
-    """Return samples a second by M, simulated, for M in K, 2 K, .., 6 K, with nothing frozen.
+    """Return simulated samples/s by M, for M in K, 2 K, .., 6 K, with nothing frozen.
 
     The paper measures it before training, once for each K. A replica with fewer than K samples has
-    one M, their number; one with fewer than an M that was asked for has none.
+    one M, their number. Counts that the request names need a sample each.
 
     Raises:
         ValueError: the batch or the sublayers do not allow the length.
@@ -76,6 +85,7 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
     if not counts and request.micro_batches is None:
         counts = [num_samples]
     boundaries = published_split(profile, 0, length)
+    # Nothing is frozen before training, and so nothing cached.
     at_first = replace(request, num_frozen=0, prefix_cached_s=None)
     return {
         count: request.global_batch / _gpipe(profile, at_first, boundaries, count).predicted_step_s
@@ -84,7 +94,7 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
 
 
 def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table]:
-    """Return the table of every length that the rules may come to, longest first.
+    """Return the table of every length that the rules may choose, longest first.
 
     Raises:
         ValueError: the request excludes GPipe, or no length is possible.
@@ -108,6 +118,7 @@ def published_length(
     found: list[int] = []
     for length in lengths:
         largest = _largest(profile, request.num_frozen, length, frozen_cost)
+        # Too few sublayers for a length force another halving, whatever the largest part.
         if found and found[-1] <= num_active and largest > at_first:
             break
         found.append(length)
@@ -144,7 +155,7 @@ def published_split(
 
 
 def _lengths(profile: Profile, request: PlanRequest) -> list[int]:
-    """Return the longest K within a node, its half and so on."""
+    """Return the longest K within a node, its half, and so on."""
     if "gpipe" not in request.schedules:
         raise ValueError(
             f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
@@ -182,3 +193,43 @@ def _largest(profile: Profile, num_frozen: int, length: int, frozen_cost: float)
         sum(sizes[a:b]) for a, b in pairwise(greedy_partition(sizes, length, first_extra=extra))
     ]
     return max(parts[0] + extra, *parts)
+
+
+def best_first(table: Table) -> list[int]:
+    """Return every M, the highest throughput first; of equals the smallest first."""
+    # Nine digits, so that rounding makes no difference.
+    return sorted(table, key=lambda count: (-float(f"{table[count]:.9g}"), count))
+
+
+def best_count(table: Table) -> int:
+    """Return the M of the highest throughput; of equals the smallest."""
+    return best_first(table)[0]
+
+
+def table_text(tables: Tables) -> str:
+    """Return throughput tables as text, one row per K; the best M has a star."""
+    rows = []
+    for length, table in tables.items():
+        best = best_count(table)
+        cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
+        rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
+    return "\n".join(["samples/s by pipeline length K and micro-batches M, simulated", *rows])
+
+
+def draw_tables(tables: Tables, path: str | Path) -> None:
+    """Draw throughput over M / K, a line per K; the path's suffix sets the format."""
+    # Imported here, because training needs no matplotlib. Not pyplot, which would touch the
+    # caller's backend and open figures.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for length, table in tables.items():
+        ratios = [count / length for count in table]
+        best = best_count(table)
+        (line,) = axes.plot(ratios, list(table.values()), marker="o", label=f"K = {length}")
+        axes.plot([best / length], [table[best]], marker="*", ms=14, color=line.get_color())
+    axes.set(xlabel="micro-batches M / K", ylabel="samples/s", ylim=(0, None))
+    axes.set_title("Throughput by M; the star is what is taken", loc="left", fontsize=10)
+    axes.legend(frameon=False)
+    figure.savefig(path)

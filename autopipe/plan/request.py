@@ -1,16 +1,13 @@
-"""State what is to be planned, and what a plan is.
+"""State a request for a plan, the plan itself, and where a cluster's pipelines lie.
 
-Say which pipelines a cluster allows, and over which links their stages sum gradients.
-
-A pipeline stays within a node, or fills whole ones. Where its length leaves a remainder, slots of
-each node, or nodes, stay idle as spares. A stage's ring passes its ranks in ascending order, and
-so leaves each of its nodes once:
+A pipeline stays within a node, or fills whole nodes. A remainder of slots or nodes stays idle as
+spares. A stage's ring passes its ranks in ascending order, and so leaves each of its nodes once:
 
     2 nodes of 4 slots, K = 2:        stage 0   0 2 | 4 6     two rings share each node's link
                                       stage 1   1 3 | 5 7
-    likewise, at most 2 pipelines:    stage 0   0 2           none leaves its node
+    the same, at most 2 pipelines:    stage 0   0 2           no ring leaves its node
                                       stage 1   1 3
-    stages of 3, 2 and 3 workers:     stage 0   0 1 2         stage 1 alone has the link
+    stages of 3, 2 and 3 workers:     stage 0   0 1 2         stage 1 alone uses the link
                                       stage 1       3 | 4
                                       stage 2           5 6 7
 """
@@ -31,17 +28,17 @@ from autopipe.schedule import SCHEDULES, micro_batch_sizes
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """State a pipeline and what it is predicted to cost.
+    """State a pipeline and its predicted costs.
 
     Args:
         length: stages (K).
-        boundaries: K + 1 indices over all sublayers; stage j trains boundaries[j] up to, but not
-            with, boundaries[j + 1]; stage 0 also holds the frozen ones below boundaries[0].
+        boundaries: K + 1 indices over all sublayers; stage j trains sublayers boundaries[j] ..
+            boundaries[j + 1] - 1. Stage 0 also holds the frozen sublayers below boundaries[0].
         num_micro_batches: micro-batches of a replica's step (M).
         schedule: a name of `schedule.SCHEDULES`.
         peak_bytes: modelled bytes of each stage.
-        fetch_s: those of the seconds in which stage 0 gets the step's samples behind the frozen
-            prefix, or waits for those that are read ahead.
+        fetch_s: the part of the step in which stage 0 gets the samples behind the frozen prefix,
+            or waits for rows that are read ahead.
     """
 
     length: int
@@ -58,12 +55,9 @@ class PipelinePlan:
         return self.predicted_step_s - self.fetch_s
 
     def lengthened(self, factor: float) -> PipelinePlan:
-        """Return the plan with a prediction in which all takes longer by a factor."""
-        return replace(
-            self,
-            predicted_step_s=factor * self.predicted_step_s,
-            fetch_s=factor * self.fetch_s,
-        )
+        """Return the plan with predicted times multiplied by a factor."""
+        step_s, fetch_s = factor * self.predicted_step_s, factor * self.fetch_s
+        return replace(self, predicted_step_s=step_s, fetch_s=fetch_s)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,28 +69,28 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """State what is to be planned.
+    """State what to plan for.
 
     Args:
         num_ranks: device slots that train.
         global_batch: samples of a step over all replicas.
         memory_limit_bytes: modelled bytes that a slot may hold; None for no limit.
-        prefix_cached_s: seconds a sample to read the frozen prefix's activations; None where they
-            are computed in each step.
-        prefix_read_ahead: whether they are read while the step before computes: reading then takes
-            time only where it takes longer than that step.
-        prefix_chunk: samples the prefix runs at a time, the last chunk filled up; None for a
+        prefix_cached_s: seconds per sample to read the frozen prefix's activations; None if each
+            step computes them.
+        prefix_read_ahead: whether they are read while the previous step computes. Reading then
+            counts only as far as it takes longer than that step.
+        prefix_chunk: samples that the prefix runs at a time, the last chunk filled up; None for a
             micro-batch's.
-        round_bytes: what a transition brings a rank at a time; 0 where none can come.
-        lengths: pipeline lengths to consider; None for all that fit the cluster, those that leave
-            slots idle only where no other is feasible.
+        round_bytes: bytes that a transition brings a rank at a time; 0 without transitions.
+        lengths: pipeline lengths to consider. None for all that fit the cluster; lengths that
+            leave slots idle count only if no other is feasible.
         max_replicas: most pipelines that train side by side; None for no limit.
-        stage_workers: of one pipeline of all ranks, the workers of each stage, which share its
-            micro-batches. It takes the place of the pipelines of its length.
+        stage_workers: workers of each stage of one pipeline of all ranks, which replaces those of
+            its length; a stage's workers share its micro-batches.
         micro_batches: micro-batch counts to consider; None for a sensible selection.
-        micro_batch_size: where it is fixed, samples of every micro-batch but a batch's last;
-            their number follows from it.
-        schedules: schedules to consider; of two equally good ones the earlier is taken.
+        micro_batch_size: samples of every micro-batch but a batch's last, which sets their number;
+            None leaves the number open.
+        schedules: schedules to consider; the earlier one wins a tie.
     Raises:
         ValueError: a count is out of range, a length does not fit the cluster, or a schedule is
             unknown.
@@ -153,16 +147,17 @@ class PlanRequest:
             )
 
     def length_choices(self) -> tuple[tuple[int, ...], ...]:
-        """Return the lengths to consider: each choice for where none before it is feasible."""
+        """Return the lengths to consider; a later choice counts only if no earlier is feasible."""
         if self.lengths:
             return (self.lengths,)
+        # The first choice leaves the fewest slots idle.
         exact, *others = length_choices(self.num_ranks, self.slots_per_node)
         if self.stage_workers is not None:
             exact = tuple(sorted({*exact, len(self.stage_workers)}))
         return (exact, *others)
 
     def ranks_of(self, length: int) -> int:
-        """Return how many ranks train in pipelines of a length."""
+        """Return the number of ranks that train in pipelines of a length."""
         return self.replicas_of(length) * sum(self.workers_of(length))
 
     def replicas_of(self, length: int) -> int:
@@ -175,12 +170,12 @@ class PlanRequest:
         return (self.stage_workers or ()) if self._is_shared(length) else (1,) * length
 
     def rings_of(self, length: int) -> tuple[Ring, ...]:
-        """Return over which ranks and links each stage of a length sums its gradients."""
+        """Return the ring over which each stage sums its gradients."""
         workers, num_replicas = self.workers_of(length), self.replicas_of(length)
         return rings_of(workers, num_replicas, self.num_ranks, self.slots_per_node)
 
     def schedules_of(self, length: int) -> tuple[str, ...]:
-        """Return the schedules to consider; stages of several workers have one alone."""
+        """Return the schedules to consider; stages of several workers can run only 1F1B."""
         return self.schedules if max(self.workers_of(length)) == 1 else ("1f1b",)
 
     def _is_shared(self, length: int) -> bool:
@@ -188,11 +183,12 @@ class PlanRequest:
 
     @property
     def most_replicas(self) -> int:
-        """Return how many pipelines the batch has something for."""
+        """Return how many pipelines the batch can feed with a micro-batch each."""
         return math.ceil(self.global_batch / (self.micro_batch_size or 1))
 
     def samples_of(self, length: int) -> int:
         """Return the samples of the largest replica in a step."""
+        # With a fixed size, whole micro-batches are shared out; one of them may be incomplete.
         unit = self.micro_batch_size or 1
         return min(
             self.global_batch, unit * math.ceil(self.most_replicas / self.replicas_of(length))
@@ -202,7 +198,7 @@ class PlanRequest:
         """Return the sizes of the largest replica's micro-batches.
 
         Args:
-            num_micro_batches: how many they are, where their size is not fixed.
+            num_micro_batches: their number; ignored if their size is fixed.
         """
         return micro_batch_sizes(
             self.samples_of(length), num_micro_batches, fixed_size=self.micro_batch_size
@@ -215,10 +211,7 @@ def fitting_lengths(num_ranks: int, slots_per_node: int) -> tuple[int, ...]:
 
 
 def length_choices(num_ranks: int, slots_per_node: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths by how many slots train, most first.
-
-    A later choice is for where no length of the ones before it is feasible.
-    """
+    """Return the lengths grouped by how many slots train, most first."""
     by_slots = defaultdict(list)
     for length in range(1, num_ranks + 1):
         if replicas := replicas_of(length, num_ranks, slots_per_node):
@@ -227,23 +220,25 @@ def length_choices(num_ranks: int, slots_per_node: int) -> tuple[tuple[int, ...]
 
 
 def replicas_of(length: int, num_ranks: int, slots_per_node: int) -> int:
-    """Return how many pipelines of a length find room; 0 where none does."""
+    """Return how many pipelines of a length find room."""
     if length > slots_per_node and length % slots_per_node:
         return 0
+    # A block is one node with several pipelines, or one pipeline over several nodes.
     block = max(length, slots_per_node)
     blocks, rest = divmod(num_ranks, block)
     return blocks * (block // length) + rest // length
 
 
-# Kept, because every candidate of a length asks for the same ones.
+# Cached, because every candidate of a length asks for the same rings.
 @lru_cache(maxsize=1024)
 def rings_of(
     workers: tuple[int, ...], num_replicas: int, num_ranks: int, slots_per_node: int
 ) -> tuple[Ring, ...]:
-    """Return each stage's ring; pipelines fill one node, or consecutive ones, after the other.
+    """Return each stage's ring; pipelines fill node after node.
 
     Args:
-        num_replicas: pipelines that train; the ranks of further ones are spares.
+        workers: of each stage.
+        num_replicas: pipelines that train; further ranks are spares.
     """
     length = sum(workers)
     block = max(length, slots_per_node)
@@ -256,6 +251,7 @@ def rings_of(
         {(begin + rank) // slots_per_node for begin in pipelines for rank in range(first, last)}
         for first, last in pairwise(accumulate(workers, initial=0))
     ]
+    # How many stages' rings leave each node, and so share its link.
     leaving = Counter(chain.from_iterable(own for own in nodes if len(own) > 1))
     return tuple(
         Ring(num_replicas * count, max(leaving[node] for node in own) if len(own) > 1 else 0)

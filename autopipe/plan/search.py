@@ -1,7 +1,8 @@
 """Choose a pipeline: its length, each stage's sublayers, the micro-batches, the schedule.
 
-A candidate's step is predicted by running its very schedule against the profile; the fastest that
-fits the memory wins. What is measured twice differs, so that near the fastest the shortest wins:
+A candidate's step is predicted by simulating its schedule with the profile's times. The fastest
+that fits the memory wins. But measurements have errors, so among nearly equal ones the shortest
+pipeline wins:
 
     step_s   K = 2 |---x---|          x the prediction with medians, |---| with quartiles
              K = 1     |---x---|      x within the width of |---| from K = 2's: K = 1 is taken
@@ -23,20 +24,20 @@ from autopipe.plan.simulation import Simulation
 from autopipe.profile import Profile
 
 AS_FAST = 1.01
-"""Predictions this close count as equal, even where each repeat took the same time."""
+"""Predictions within this factor count as equal, even if measured times had no spread."""
 
 
 def plan_pipeline(profile: Profile, request: PlanRequest) -> PipelinePlan:
-    """Choose the first of `near_fastest`: the shortest pipeline that may be the fastest."""
+    """Choose the shortest pipeline of `near_fastest`."""
     return near_fastest(profile, request)[0]
 
 
 def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
-    """Return a plan of every length that cannot be told from the fastest, shortest first.
+    """Return a plan of every length that may be the fastest, shortest first.
 
-    Its step is predicted to take longer by no more than the width of `step_range`, the fastest
-    plan's, or by 1 %. Of a length's plans within 1 % of its fastest, the one of fewest
-    micro-batches is taken: all of them are priced by the same times, right or wrong.
+    Its predicted step exceeds the fastest plan's by at most the width of that plan's `step_range`,
+    or by 1 %. Of a length's plans within 1 % of its fastest, the one with the fewest micro-batches
+    is taken: these share the same measured times, so that errors cancel.
 
     Raises:
         ValueError: no length or micro-batch count is possible, or nothing fits the memory.
@@ -45,6 +46,7 @@ def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     plans: list[PipelinePlan] = []
     fastest_s = near_s = math.inf
     for candidate in sorted(_fitting(model), key=lambda candidate: candidate.least_s):
+        # Lower bounds ascend, so all that follow are too slow as well: simulate no more.
         if candidate.least_s > near_s * AS_FAST:
             break
         plans.append(plan := _plan(model, candidate))
@@ -77,16 +79,16 @@ def _plainest(plans: Sequence[PipelinePlan], schedules: Sequence[str]) -> Pipeli
 
 
 def step_range(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> tuple[float, float]:
-    """Predict a plan's step with the lower and with the upper quartiles of what was measured."""
+    """Predict a plan's step with the lower and with the upper quartiles of measured times."""
     opened = (_opened(one, request, plan) for one in profile.quartiles())
     low_s, high_s = (
-        model.step_s(plan.schedule, sizes, split).step_s for model, sizes, split in opened
+        model.step_s(plan.schedule, sizes, split)[0] for model, sizes, split in opened
     )
     return low_s, high_s
 
 
 def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
-    """Return every length's, micro-batch count's and schedule's plan that fits, fastest first.
+    """Return a plan for every length, micro-batch count and schedule that fits, fastest first.
 
     Raises:
         ValueError: no length or micro-batch count is possible.
@@ -108,8 +110,9 @@ def predict(
 
     Raises:
         ValueError: the boundaries do not cover the active sublayers, or the cluster or the batch
-            does not allow their number or that of micro-batches.
+            does not allow the length or the micro-batch count.
     """
+    # The request narrowed to one shape refuses what the cluster or the batch does not allow.
     only = replace(
         request,
         lengths=(len(boundaries) - 1,),
@@ -129,10 +132,7 @@ def predict(
 
 
 def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Simulation:
-    """Execute a plan's schedule on a clock, for its stages' busy times and timeline.
-
-    What a step takes outside its schedule (sums of gradients, update, overhead) is not in it.
-    """
+    """Execute a plan's schedule on a clock, without sums of gradients, update and overhead."""
     model, sizes, split = _opened(profile, request, plan)
     return model.simulation(plan.schedule, sizes, split)
 
@@ -140,7 +140,7 @@ def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) ->
 def stage_compute_s(
     profile: Profile, request: PlanRequest, plan: PipelinePlan
 ) -> tuple[float, ...]:
-    """Predict what every stage of the largest replica computes in a step, apart from fetching."""
+    """Predict each stage's computing in a step of the largest replica, without fetching."""
     model, sizes, split = _opened(profile, request, plan)
     first_s, *others_s = per_part(model.work_s(sizes, plan.length), split)
     return first_s - model.fetch_s(sizes, plan.length), *others_s
@@ -149,7 +149,7 @@ def stage_compute_s(
 def _opened(
     profile: Profile, request: PlanRequest, plan: PipelinePlan
 ) -> tuple[StepModel, tuple[int, ...], tuple[int, ...]]:
-    """Return what predicts a plan's step, its micro-batches' sizes, and its active split."""
+    """Return the model for a plan, its micro-batches' sizes, and its split of active sublayers."""
     model = StepModel(profile, request)
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     return model, sizes, tuple(boundary - model.first_active for boundary in plan.boundaries)
@@ -166,7 +166,7 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
     for length, sizes in chain.from_iterable(_possible_shapes(model)):
         for schedule in request.schedules_of(length):
             num_bytes = model.stage_bytes(sizes, length, schedule)
-            # What a part receives may be larger than what its lowest sublayer saves.
+            # grows=False: by taking its lower neighbour, a part may receive a smaller tensor.
             split = best_split(model.num_units, length, num_bytes, grows=False)
             assert split is not None, "without a limit every shape can be split"
             needs = max(per_part(num_bytes, split))
@@ -178,7 +178,7 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Hold what makes a plan, and seconds that its step cannot undercut."""
+    """Hold a possible plan; its step takes at least `least_s`."""
 
     sizes: tuple[int, ...]
     schedule: str
@@ -187,17 +187,17 @@ class _Candidate:
 
 
 def _possible_shapes(model: StepModel) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """List the shapes of each choice of lengths that allows any.
+    """List the shapes (length, micro-batch sizes) of each choice of lengths that allows any.
 
     Raises:
-        ValueError: none does.
+        ValueError: no choice allows a shape.
     """
     choices, refusals = [], []
     for lengths in model.request.length_choices():
         try:
             choices.append(_shapes(model, lengths))
         except ValueError as error:
-            # Not the error, which with its frames would hold itself until garbage is collected.
+            # The text alone: an error kept in its own frame is a cycle, freed only by the gc.
             refusals.append(str(error))
     if not choices:
         raise ValueError(refusals[0])
@@ -219,7 +219,7 @@ def _shapes(model: StepModel, wanted: tuple[int, ...]) -> list[tuple[int, tuple[
         shapes += [
             (length, request.sizes_of(length, count))
             for count in (counts if request.micro_batch_size is None else (1,))
-            if count <= num_samples
+            if count <= num_samples  # A micro-batch needs a sample.
         ]
     if not shapes:
         raise ValueError(
@@ -232,10 +232,9 @@ def _shapes(model: StepModel, wanted: tuple[int, ...]) -> list[tuple[int, tuple[
 
 
 def _micro_batch_counts(num_workers: int, num_samples: int) -> list[int]:
-    """Return the powers of two and the multiples of a pipeline's ranks, up to six times as many.
+    """Return the powers of two and the multiples of num_workers, up to 6 num_workers or 8.
 
-    But at least those up to 8. A single stage gets all powers: where its activations do not fit,
-    ever more micro-batches are the way to make do with less memory.
+    A single stage gets all powers: more micro-batches need less memory for activations.
     """
     most = max(6 * num_workers, 8)
     powers = [1 << n for n in range((num_samples if num_workers == 1 else most).bit_length())]
@@ -243,7 +242,7 @@ def _micro_batch_counts(num_workers: int, num_samples: int) -> list[int]:
 
 
 def _fitting(model: StepModel) -> list[_Candidate]:
-    """Return the candidates of the first choice of lengths that has any, of none if none has."""
+    """Return the candidates of the first choice of lengths that has any."""
     by_choice = (list(_split_all(model, shapes)) for shapes in _possible_shapes(model))
     return next(filter(None, by_choice), [])
 
@@ -251,16 +250,15 @@ def _fitting(model: StepModel) -> list[_Candidate]:
 def _split_all(
     model: StepModel, shapes: list[tuple[int, tuple[int, ...]]]
 ) -> Iterator[_Candidate]:
-    """Split every shape so that its slowest stage is fastest, among the splits that fit.
-
-    A single stage has no bubble to fill: it takes the fewest micro-batches that fit.
-    """
+    """Split every shape so that its slowest stage is fastest, among the splits that fit."""
     request, limit = model.request, model.request.memory_limit_bytes
     has_single_stage = False
     for length, sizes in shapes:
+        # A single stage has no bubble to fill: the fewest micro-batches that fit are enough.
         if length == 1 and has_single_stage and request.micro_batches is None:
             continue
         work_s = model.work_s(sizes, length)
+        # The same for all schedules, and most often it fits the memory.
         unlimited = best_split(model.num_units, length, work_s)
         assert unlimited is not None, "without a limit every shape can be split"
         for schedule in request.schedules_of(length):
@@ -287,13 +285,8 @@ def _plan(model: StepModel, candidate: _Candidate) -> PipelinePlan:
     sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
     length = len(split) - 1
     peak_bytes = per_part(model.stage_bytes(sizes, length, name), split)
-    seconds = model.step_s(name, sizes, split)
+    step_s, fetch_s = model.step_s(name, sizes, split)
+    boundaries = tuple(model.first_active + unit for unit in split)
     return PipelinePlan(
-        length,
-        tuple(model.first_active + unit for unit in split),
-        len(sizes),
-        name,
-        seconds.step_s,
-        tuple(map(int, peak_bytes)),
-        seconds.fetch_s,
+        length, boundaries, len(sizes), name, step_s, tuple(map(int, peak_bytes)), fetch_s
     )

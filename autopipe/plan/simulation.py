@@ -1,9 +1,8 @@
-"""Predict a step by executing its very schedule against known times.
+"""Predict a step by executing its schedule on a clock, with known times.
 
-A stage does not wait for what it sends; a link carries one message at a time in each direction,
-in the order in which they were sent. 1F1B on 2 stages with 2 micro-batches, a forward and a
-message of 1 s, a backward of 2 s; one column a second, `a` an activation and `g` a gradient under
-way:
+A stage does not wait for its sends to arrive. A link carries one message at a time in each
+direction, in order. 1F1B on 2 stages with 2 micro-batches, a forward and a message of 1 s, a
+backward of 2 s; one column a second, `a` an activation and `g` a gradient under way:
 
     stage 0  F0 F1 .. .. .. .. B0 B0 .. B1 B1
     link     .. a0 a1 .. .. g0 .. .. g1 .. ..
@@ -26,14 +25,12 @@ class StageTimes:
     """State the seconds of every piece of a step.
 
     Args:
-        forward_s, backward_s: one row a stage, one entry a micro-batch.
-        transfer_s: one row a boundary (of stages j and j + 1), one entry a micro-batch; holds for
-            its activation and for its gradient.
+        forward_s, backward_s: one row per stage, one entry per micro-batch.
+        transfer_s: one row per boundary (of stages j and j + 1), one entry per micro-batch, for
+            its activation as for its gradient.
         lead_s: each stage's work before its first instruction; empty for none.
-        handling_s: a stage's own time to hand over a message or to take one that has arrived,
-            one a boundary; empty for none.
-        update_s: each stage's update of its weights, where the schedule has updates; empty for
-            none.
+        handling_s: a stage's own time to send or take a message, one per boundary; empty for none.
+        update_s: each stage's update of its weights, if the schedule has any; empty for none.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
@@ -44,7 +41,7 @@ class StageTimes:
     update_s: tuple[float, ...] = ()
 
     def scaled(self, factor: float) -> StageTimes:
-        """Return times of stages that compute faster, or slower."""
+        """Return the times with computing multiplied by a factor."""
         forward_s, backward_s = (
             tuple(tuple(factor * seconds for seconds in row) for row in rows)
             for rows in (self.forward_s, self.backward_s)
@@ -54,10 +51,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Hold a simulated step: the seconds in which each stage was busy or idle, and what it ran.
+    """Hold a simulated step: the seconds in which each stage was busy or idle, and its spans.
 
-    Leading work and handling messages are busy time, too, but no spans. Where stages are
-    replicated, each of their workers counts as a stage.
+    Leading work and handling of messages are busy time without spans. Each worker of a replicated
+    stage counts as a stage.
     """
 
     step_s: float
@@ -67,12 +64,13 @@ class Simulation:
 
     @property
     def company(self) -> float:
-        """Return how many stages compute, itself included, while a stage does; the mean."""
+        """Return how many stages compute while one does, itself included, on average."""
         changes = sorted(
             change for span in self.timeline for change in ((span.start_s, 1), (span.end_s, -1))
         )
         number, work_s, company_s = 0, 0.0, 0.0
         for (start_s, change), (end_s, _) in pairwise(changes):
+            # `number` stages compute in this interval; each of them has `number` for company.
             number += change
             work_s += number * (end_s - start_s)
             company_s += number**2 * (end_s - start_s)
@@ -85,13 +83,15 @@ def simulate(
     """Execute a schedule on a clock.
 
     Args:
-        schedule: a program a stage; or one a worker, where stages are replicated.
-        replicas: workers of each stage, where there are several; each pair has a link of its own.
+        schedule: a program for each worker of each stage.
+        replicas: workers of each stage, each pair with a link of its own; None for one each.
     Raises:
-        ValueError: the times are not those of the schedule's stages; or its stages wait for each
-            other, expect another order of messages, or leave messages unread.
+        ValueError: the times do not fit the schedule's stages; or its stages wait for each other,
+            expect another order of messages, or leave messages unread.
     """
     clock = _Clock(times, StageWorkers(tuple(replicas or (1,) * len(schedule))))
+    # Each worker runs until it waits for a message. The order in which workers are visited does
+    # not matter, as each has a clock of its own.
     waiting = [deque(program) for program in schedule]
     progress = True
     while progress:
@@ -127,6 +127,7 @@ class _Link:
     messages: deque[tuple[int, float]] = field(default_factory=deque)
 
     def send(self, micro_batch: int, leaves_s: float, transfer_s: float) -> None:
+        # A message leaves when the one before it has arrived.
         self.free_s = max(self.free_s, leaves_s) + transfer_s
         self.messages.append((micro_batch, self.free_s))
 
@@ -148,11 +149,11 @@ class _Clock:
         self.now_s = [lead_s[stage] for stage in workers.stages]
         self.busy_s = list(self.now_s)
         self.events: list[Span] = []
-        # By what they carry, and the workers below and above.
+        # By kind of message, and the workers below and above.
         self._links = defaultdict[tuple[str, int, int], _Link](_Link)
 
     def execute(self, worker: int, instruction: Instruction) -> bool:
-        """Carry out one instruction; return False where its message has not been sent yet."""
+        """Execute one instruction; return False if its message has not been sent yet."""
         op, i, times = instruction.op, instruction.micro_batch, self._times
         stage = self._workers.stages[worker]
         if op in LETTERS:
@@ -167,6 +168,7 @@ class _Clock:
             self._spend(worker, self._handling_s[boundary])
             link.send(i, self.now_s[worker], times.transfer_s[boundary][i])
             return True
+        # Another micro-batch's message first means that the schedule's orders differ: stuck.
         if not link.messages or link.messages[0][0] != i:
             return False
         self.now_s[worker] = max(self.now_s[worker], link.messages.popleft()[1])

@@ -1,35 +1,25 @@
 """Measure what sublayers and links cost."""
 
 from autopipe.profile.chain import (
+    MeasuredChain,
     ProfiledSublayer,
     chain_bytes,
     chain_seconds,
+    join_chains,
+    join_sizes,
     left_as_found,
     now_s,
+    profile_sublayers,
+    quartiles,
     saved_storages,
     storages,
+    time_rounds,
+    uncertainty,
     unshared,
 )
 from autopipe.profile.layer_graph import LayerGraph, LayerNode, graph_of, read_graph
-from autopipe.profile.network import (
-    AllReduceCost,
-    LinkCost,
-    Ring,
-    RingCost,
-    quartiles,
-    uncertainty,
-)
-from autopipe.profile.profile import (
-    MeasuredChain,
-    Profile,
-    SublayerCost,
-    join_chains,
-    join_sizes,
-    merge,
-    profile_sublayers,
-    time_rounds,
-    with_tuples,
-)
+from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
+from autopipe.profile.profile import Profile, SublayerCost, merge, with_tuples
 
 __all__ = [
     "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",

@@ -1,16 +1,21 @@
-"""Run a chain of sublayers to time each of them and to count its bytes."""
+"""Measure a chain of sublayers: the seconds and the bytes of each."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from autopipe.profile.network import EXACT
+from autopipe.profile.profile import TIMES, SublayerCost
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,11 @@ class ProfiledSublayer:
     call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
 
     def run(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call it; a TypeError refuses what is not one tensor."""
+        """Call the sublayer.
+
+        Raises:
+            TypeError: it returns something else than one tensor.
+        """
         output = self.call(hidden, batch)
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -49,6 +58,7 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
         for name, buffer in module.named_buffers(recurse=False)
     ]
     gradients = [(p, p.grad, p.requires_grad) for p in everything.parameters()]
+    # To None: the gradients kept above must not be added to.
     everything.zero_grad()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
@@ -72,7 +82,7 @@ def device_of(batch: Mapping[str, Tensor]) -> torch.device:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Hold a sublayer's forward: the leaf below it, its output, and what was measured."""
+    """Hold a sublayer's forward: the leaf below it, its output, and its seconds or bytes."""
 
     below: Tensor | None
     output: Tensor
@@ -83,7 +93,7 @@ def _run_chain(
     sublayers: Sequence[ProfiledSublayer],
     run: Callable[[ProfiledSublayer, Tensor | None], tuple[Tensor, float]],
 ) -> list[_Forward]:
-    """Run all forwards, the graph cut between sublayers as it is between stages."""
+    """Run all forwards, with the graph cut between sublayers as between stages."""
     below: Tensor | None = None
     forwards = []
     for sublayer in sublayers:
@@ -98,15 +108,14 @@ def chain_bytes(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Count the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
-
     copies = []
 
     def counted(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, int]:
-        """Run a forward; count the bytes that its graph keeps, each storage once."""
         dtypes: dict[int, torch.dtype] = {}
         with saved_storages(dtypes) as saved:
             output = sublayer.run(hidden, batch)
         held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
+        # Weights that a graph saves are there anyway.
         activations = {address: saved[address] for address in saved.keys() - held.keys()}
         copies.append(_take_copies(activations, dtypes, sublayer.module.parameters()))
         return output, sum(activations.values())
@@ -135,14 +144,12 @@ def chain_bytes(
 def _take_copies(
     saved: dict[int, int], dtypes: Mapping[int, torch.dtype], parameters: Iterable[Tensor]
 ) -> int:
-    """Take the weights that an autocast has cast out of the saved storages; return their bytes.
-
-    One is known by its size and by another dtype than its parameter's.
-    """
+    """Remove weights that autocast has cast from the saved storages; return their bytes."""
     taken = 0
     for parameter in parameters:
         if parameter.ndim < 2:
             continue
+        # A cast weight has the parameter's size and another floating-point dtype.
         for address, num_bytes in saved.items():
             dtype = dtypes[address]
             is_cast = dtype.is_floating_point and dtype != parameter.dtype
@@ -153,7 +160,7 @@ def _take_copies(
 
 
 def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Leave each tensor to the first group that has it."""
+    """Return the groups, each tensor only in the first group that has it."""
     seen: set[int] = set()
     left = []
     for group in groups:
@@ -164,11 +171,9 @@ def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages, by address; views share one.
-
-    On the meta device they have none, and are known by torch's own object.
-    """
+    """Return the bytes of the tensors' storages, by address; views share a storage."""
     found = (tensor.untyped_storage() for tensor in tensors)
+    # On the meta device addresses are 0; torch's own object then tells storages apart.
     return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in found}
 
 
@@ -177,7 +182,7 @@ def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dic
     """Record the storages that graphs built inside keep until their backward, as `storages`.
 
     Args:
-        dtypes: is given those of the tensors in them, by address.
+        dtypes: is filled with the storages' dtypes, by address.
     """
     saved: dict[int, int] = {}
 
@@ -195,11 +200,7 @@ def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dic
 def time_chain(
     sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList, batch: Mapping[str, Tensor]
 ) -> list[list[float]]:
-    """Time forward, backward and frozen forward; three lists with the seconds of each sublayer.
-
-    All forwards precede all backwards, as in a step: with only one sublayer's activations alive,
-    their memory is warm and every time about a tenth too short.
-    """
+    """Time forward, backward and frozen forward; three lists with the seconds of each sublayer."""
     device = device_of(batch)
 
     def timed(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, float]:
@@ -207,6 +208,8 @@ def time_chain(
         return sublayer.run(hidden, batch), now_s(device) - start_s
 
     modules.train()
+    # All forwards precede all backwards, as in a step. With only one sublayer's activations alive,
+    # memory is warm, and times were about a tenth too short.
     forwards = _run_chain(sublayers, timed)
     forward_s = [forward.measured for forward in forwards]
     backward_s = _time_backwards(forwards, device)
@@ -229,14 +232,12 @@ def input_backward_shares(
     *,
     rounds: int,
 ) -> list[float]:
-    """Measure which share of each sublayer's backward its input's gradient takes, in [0, 1].
-
-    Backwards with and without gradients for the parameters take turns.
-    """
+    """Measure which share of each sublayer's backward its input's gradient takes, in [0, 1]."""
     trained = [parameter for parameter in modules.parameters() if parameter.requires_grad]
     whole, inputs = list[list[float]](), list[list[float]]()
     modules.train()
     for _ in range(rounds):
+        # Backwards with and without the parameters' gradients take turns, so that drift cancels.
         for requires_grad, measured in ((True, whole), (False, inputs)):
             for parameter in trained:
                 parameter.requires_grad_(requires_grad)
@@ -251,6 +252,7 @@ def _time_backwards(forwards: list[_Forward], device: torch.device) -> list[floa
     gradient: Tensor | None = torch.ones_like(forwards[-1].output)
     backward_s = []
     while forwards:
+        # Popped, so that a sublayer's activations are freed behind its backward, as in a step.
         forward = forwards.pop()
         start_s = now_s(device)
         if forward.output.requires_grad and gradient is not None:
@@ -261,7 +263,133 @@ def _time_backwards(forwards: list[_Forward], device: torch.device) -> list[floa
 
 
 def now_s(device: torch.device) -> float:
-    """Return the time when the device has done all that was asked of it."""
+    """Return the time when the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class MeasuredChain:
+    """Hold a measured chain of sublayers, bottom first; times are medians of rounds.
+
+    Args:
+        rounds_s: a row for each batch, with the sum of all sublayers' times in each round.
+    """
+
+    costs: tuple[SublayerCost, ...]
+    rounds_s: tuple[tuple[float, ...], ...]
+
+
+def profile_sublayers(
+    sublayers: Sequence[ProfiledSublayer],
+    batches: Sequence[Mapping[str, Tensor]],
+    *,
+    repeats: int = 3,
+) -> MeasuredChain:
+    """Measure every sublayer on its real input; the modules are left as they were.
+
+    Measure before anything is frozen: a frozen parameter has no backward. The backward's share for
+    the input is measured at the middle size. Optimizer state is left at 0 bytes.
+
+    Args:
+        sublayers: bottom first; each output is the next sublayer's input.
+        batches: one for each micro-batch size, on the device to measure; (B, ...) tensors.
+        repeats: measured rounds, after one to warm up.
+    Raises:
+        TypeError: a sublayer returns something else than one tensor.
+    """
+    middle = batches[len(batches) // 2]
+    with left_as_found([one.module for one in sublayers], device_of(middle)) as modules:
+        sizes = chain_bytes(sublayers, batches[-1])
+        rounds = _time_rounds(sublayers, modules, batches, repeats)
+        shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 2))
+    # (size, kind, sublayer); kinds are forward, backward, frozen.
+    medians_s = np.median(rounds, axis=0)
+    spreads = _spreads(np.sum(rounds, axis=2))
+    costs = []
+    for index, sublayer in enumerate(sublayers):
+        forward_s, backward_s, frozen_s = map(tuple, medians_s[:, :, index].T.tolist())
+        input_s = tuple(shares[index] * seconds for seconds in backward_s)
+        times = forward_s, input_s, tuple(map(sub, backward_s, input_s)), frozen_s
+        costs.append(
+            SublayerCost(
+                sublayer.name,
+                sublayer.layer,
+                *times,
+                optimizer_bytes=0,
+                **sizes[index],
+                spread=spreads[index],
+            )
+        )
+    return MeasuredChain(tuple(costs), _totals(rounds))
+
+
+def _spreads(rounds_s: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+    """Return every sublayer's quartiles, averaged over sizes; (round, size, sublayer) seconds."""
+    by_size = [[quartiles(repeats) for repeats in each.T] for each in np.moveaxis(rounds_s, 1, 0)]
+    return [(low, high) for low, high in np.mean(by_size, axis=0).tolist()]
+
+
+def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
+    """Join the measured parts of a chain, bottom first, of equally many rounds."""
+    parts = [chain.rounds_s for chain in chains]
+    return MeasuredChain(
+        tuple(cost for chain in chains for cost in chain.costs),
+        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)),
+    )
+
+
+def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
+    """Join one chain's measurements at different sizes, ascending; bytes are the last's."""
+    costs = []
+    for same in zip(*(chain.costs for chain in chains), strict=True):
+        times: dict[str, Any] = {
+            name: tuple(second for cost in same for second in getattr(cost, name))
+            for name in TIMES
+        }
+        low, high = np.mean([cost.spread for cost in same], axis=0).tolist()
+        costs.append(replace(same[-1], **times, spread=(low, high)))
+    return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
+
+
+def time_rounds(
+    sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]], *, repeats: int
+) -> tuple[tuple[float, ...], ...]:
+    """Return `MeasuredChain.rounds_s` alone; the modules are left as they were."""
+    with left_as_found([one.module for one in sublayers], device_of(batches[-1])) as modules:
+        return _totals(_time_rounds(sublayers, modules, batches, repeats))
+
+
+def _time_rounds(
+    sublayers: Sequence[ProfiledSublayer],
+    modules: nn.ModuleList,
+    batches: Sequence[Mapping[str, Tensor]],
+    repeats: int,
+) -> list[list[list[list[float]]]]:
+    """Time every batch in every round, as `time_chain` does, after a round to warm up."""
+    # Sizes take turns, so that a disturbed moment spoils one round, which the median drops.
+    return [
+        [time_chain(sublayers, modules, batch) for batch in batches] for _ in range(repeats + 1)
+    ][1:]
+
+
+def _totals(rounds: list[list[list[list[float]]]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(
+        tuple(sum(map(sum, chain)) for chain in chains) for chains in zip(*rounds, strict=True)
+    )
+
+
+def quartiles(repeats_s: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper quartile of repeats, as shares of their median."""
+    low_s, median_s, high_s = np.quantile(repeats_s, (0.25, 0.5, 0.75)).tolist()
+    return (low_s / median_s, high_s / median_s) if median_s > 0 else EXACT
+
+
+def uncertainty(rounds_s: Sequence[float]) -> float:
+    """Return the standard error of the median of repeats, as a share of it; 0 for one."""
+    if len(rounds_s) < 2:
+        return 0.0
+    # A sample's median varies 1.25 times as much as its mean does.
+    error_s = 1.25 * statistics.stdev(rounds_s) / len(rounds_s) ** 0.5
+    return error_s / max(statistics.median(rounds_s), 1e-9)

@@ -1,12 +1,12 @@
-"""State what the layers of a model cost, as a graph, and read PipeDream's text of it.
+"""State what a model's layers cost, as a graph, and read such a graph from PipeDream's text.
 
     node3 -- Conv2d(64, 64) -- forward_compute_time=1.9, backward_compute_time=4.1, \\
         activation_size=1024.0, parameter_size=36928.0
     node4 -- ReLU -- ...
     \tnode3 -- node4
 
-Times are ms and sizes bytes, of a whole minibatch; a tuple's sizes are [8.0; 4.0]. Once nodes are
-given to stages, " -- stage_id=1" follows, which is ignored. Edges stand behind a tab.
+Times are ms and sizes bytes, of a whole minibatch; a tuple's sizes are [8.0; 4.0]. A node may end
+in " -- stage_id=1", which is ignored. Edges begin with a tab.
 
 Source: PipeDream (SOSP 2019), whose profiler writes it.
 """
@@ -30,8 +30,8 @@ class LayerNode:
     """State what a layer costs for a minibatch.
 
     Args:
-        description: what the layer is; "Input..." for what is fed in.
-        activation_bytes: of its outputs, one entry for each of them.
+        description: the layer in words; "Input..." for an input.
+        activation_bytes: one entry for each output.
     Raises:
         ValueError: a cost is negative, or no number.
     """
@@ -60,10 +60,8 @@ class LayerNode:
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """Hold nodes, and which output goes where.
+    """Hold nodes, and edges from a node to a node that takes its output.
 
-    Args:
-        nodes: in the order in which they are written.
     Raises:
         ValueError: there are no nodes, a name comes twice or is not known, or edges form a cycle.
     """
@@ -81,6 +79,7 @@ class LayerGraph:
         for edge in self.edges:
             if missing := [name for name in edge if name not in known]:
                 raise ValueError(f"an edge leads to {missing[0]!r}, which is no node of the graph")
+        # Sorting detects cycles; the result is cached.
         try:
             _ = self.in_order
         except CycleError as error:
@@ -90,7 +89,7 @@ class LayerGraph:
 
     @cached_property
     def children(self) -> Mapping[str, tuple[str, ...]]:
-        """Return which nodes take each node's output, in the order of the edges."""
+        """Return the nodes that take each node's output, in the order of the edges."""
         found: dict[str, list[str]] = {node.name: [] for node in self.nodes}
         for begin, end in self.edges:
             found[begin].append(end)
@@ -98,7 +97,7 @@ class LayerGraph:
 
     @cached_property
     def in_order(self) -> tuple[str, ...]:
-        """Return the names so that each comes behind all that it needs."""
+        """Return the names in topological order."""
         sorter = TopologicalSorter[str]({node.name: () for node in self.nodes})
         for begin, end in self.edges:
             sorter.add(end, begin)
@@ -122,6 +121,7 @@ def read_graph(text: str) -> LayerGraph:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
+        # A node's description may hold commas and brackets, but no " -- ".
         parts = line.strip().split(" -- ")
         try:
             if line.startswith("\t"):
@@ -138,7 +138,7 @@ def read_graph(text: str) -> LayerGraph:
 
 
 def graph_of(profile: Profile, batch: int) -> LayerGraph:
-    """Return a profile's sublayers as a chain, for a minibatch of so many samples."""
+    """Return a profile's sublayers as a chain, for a minibatch of `batch` samples."""
     nodes = tuple(
         LayerNode(
             cost.name,

@@ -1,4 +1,7 @@
-"""Measure what every sublayer costs, in seconds and bytes, at a few micro-batch sizes."""
+"""State what a training step costs: sublayers, messages and everything else.
+
+Times are known at a few micro-batch sizes, and interpolated between them.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from operator import add, sub
+from operator import add, mul
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
-
-from autopipe.profile.chain import (
-    ProfiledSublayer,
-    chain_bytes,
-    device_of,
-    input_backward_shares,
-    left_as_found,
-    time_chain,
-)
-from autopipe.profile.network import (
-    EXACT,
-    AllReduceCost,
-    LinkCost,
-    Ring,
-    RingCost,
-    fitted,
-    quartiles,
-)
+from autopipe.profile.network import EXACT, AllReduceCost, LinkCost, Ring, RingCost
 
 
 @dataclass(frozen=True)
 class SublayerCost:
-    """State a sublayer's cost; times have one entry per `Profile.batch_sizes`.
+    """State a sublayer's cost; times have one entry for each of `Profile.batch_sizes`.
 
     Args:
         layer: the layer that it freezes with; the number of layers for the head.
-        forward_s: forward in train mode with gradients recorded.
-        input_backward_s: the part of the backward that the input's gradient takes.
+        forward_s: in train mode, with gradients recorded.
+        input_backward_s: the backward's part for the input's gradient.
         weight_backward_s: the rest, for the parameters' gradients, added to existing ones.
         frozen_s: forward in eval mode without gradients.
-        parameter_bytes, buffer_bytes: a tensor that several sublayers share counts in the first.
+        parameter_bytes, buffer_bytes: a tensor that sublayers share counts in the first.
         gradient_bytes, optimizer_bytes: of its trainable parameters.
-        saved_bytes: a sample's tensors, but no parameters, that autograd keeps until backward.
-        output_bytes: a sample's output.
-        copy_bytes: parameters in another dtype, that autograd keeps for each micro-batch.
-        untouched_bytes: of the gradient's, those that replicas need not sum.
-        spread: quartiles of its measured times, as shares of the medians, which the times are.
+        saved_bytes: per sample, tensors that autograd keeps until backward, parameters excluded.
+        output_bytes: per sample.
+        copy_bytes: parameters cast to another dtype, which autograd keeps per micro-batch.
+        untouched_bytes: gradient bytes that replicas need not sum.
+        spread: quartiles of its measured times, as shares of the medians (the times here).
     """
 
     name: str
@@ -72,31 +56,31 @@ class SublayerCost:
         return tuple(map(add, self.input_backward_s, self.weight_backward_s))
 
     def with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> SublayerCost:
-        """Return a cost with each kind of its times changed."""
-        times: dict[str, Any] = {name: change(getattr(self, name)) for name in _TIMES}
+        """Return the cost with each kind of its times changed."""
+        times: dict[str, Any] = {name: change(getattr(self, name)) for name in TIMES}
         return replace(self, **times)
 
 
-_TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
+TIMES = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """State what a training step is made of.
+    """State what a training step costs.
 
     Args:
         batch_sizes: measured micro-batch sizes, ascending.
         sublayers: bottom first.
-        read_s: reading a sample of the dataset, beside what a step costs at any size.
-        step_overhead_s: a step's time outside of all else here.
+        read_s: reading one sample of the dataset.
+        step_overhead_s: a step's time outside of everything else here.
         link: a message between neighbouring stages on one node.
         node_link: a message between neighbouring stages on two nodes.
-        all_reduce: sums over replicas: one measured entry for each number of them, or what any
-            ring costs where links are described.
+        all_reduce: sums over replicas, measured for some numbers of replicas, or priced by
+            described links.
         fetch_s: fetching a step's samples, whatever their number.
-        cached_fetch_s: likewise, where the frozen layers' activations are read in their stead.
-        idle_node_share: what computing takes while other slots are idle, as a share of what the
-            times here say, which are those of slots that all compute and wait for the slowest.
+        cached_fetch_s: the same, when the frozen layers' activations are read instead.
+        idle_node_share: time to compute while other slots are idle, as a share of the times here,
+            which are those of slots that all compute and wait for the slowest.
         uncertainty: standard error of the times, as a share of them.
         slowness: how many times longer than the fastest each rank computes; () for equal ranks.
     Raises:
@@ -122,7 +106,7 @@ class Profile:
         if not sizes or sizes[0] < 1 or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"a profile needs ascending micro-batch sizes from 1 on, got {sizes}")
         for cost in self.sublayers:
-            if {len(getattr(cost, name)) for name in _TIMES} != {len(sizes)}:
+            if {len(getattr(cost, name)) for name in TIMES} != {len(sizes)}:
                 raise ValueError(
                     f"sublayer {cost.name!r} lacks times, or has too many; give one "
                     f"of each kind for every micro-batch size of {sizes}"
@@ -138,27 +122,24 @@ class Profile:
         return _at(self.batch_sizes, self.sublayers[index].frozen_s, batch)
 
     def first_active(self, num_frozen: int) -> int:
-        """Return the index of the first sublayer above so many frozen layers."""
+        """Return the index of the first sublayer above the frozen layers."""
         return sum(cost.layer < num_frozen for cost in self.sublayers)
 
     def prefix_s(self, num_frozen: int, num_samples: int, *, above: int = 0) -> float:
-        """Return the seconds of so many samples through frozen layers above .. num_frozen - 1."""
+        """Return the seconds of the samples through frozen layers above .. num_frozen - 1."""
         indices = range(self.first_active(above), self.first_active(num_frozen))
         return sum(self.frozen_s(index, num_samples) for index in indices)
 
     def prefix_bytes(self, num_frozen: int) -> float:
-        """Return the bytes of a sample's activations behind so many frozen layers."""
+        """Return the bytes of a sample's activations behind the frozen layers."""
         first = self.first_active(num_frozen)
         return self.sublayers[first - 1].output_bytes if first else 0.0
 
     def all_reduce_s(self, ring: Ring, num_bytes: float) -> float:
         """Return the seconds of a sum over a ring's ranks.
 
-        Measured sums are told by their number of ranks. One that was not measured, as spares leave
-        it, costs what the next larger one does.
-
         Raises:
-            ValueError: no sum over so many replicas was measured.
+            ValueError: no sum over that many replicas, or more, was measured.
         """
         num_replicas = ring.num_ranks
         if num_replicas == 1:
@@ -166,6 +147,7 @@ class Profile:
         if isinstance(self.all_reduce, RingCost):
             return self.all_reduce.seconds(ring, num_bytes)
         measured = {cost.num_replicas: cost for cost in self.all_reduce}
+        # Spares leave odd numbers of replicas, which cost as much as the next measured number.
         enough = [n for n in measured if n >= num_replicas]
         if not enough:
             raise ValueError(
@@ -175,15 +157,16 @@ class Profile:
         return measured[min(enough)].at(num_bytes)
 
     def lengthened(self, factor: float) -> Profile:
-        """Return a profile whose computing takes longer by a factor."""
+        """Return the profile with computing times multiplied by a factor."""
         longer = self._with_times(partial(_scaled, factor))
         return replace(longer, optimizer_s_per_byte=factor * self.optimizer_s_per_byte)
 
     def quartiles(self) -> tuple[Profile, Profile]:
-        """Return what computing, messages and sums cost at their lower and upper quartiles."""
+        """Return the profiles at the lower and the upper quartiles of what was measured."""
         return self._at_quartile(0), self._at_quartile(1)
 
     def _at_quartile(self, which: int) -> Profile:
+        # Described links have no spread.
         sums = self.all_reduce
         return replace(
             self,
@@ -199,11 +182,10 @@ class Profile:
         )
 
     def smoothed(self) -> Profile:
-        """Return a profile whose times lie on a line over the sizes, a sublayer and kind."""
+        """Return the profile with each sublayer's times of each kind on a line over the sizes."""
         return self._with_times(partial(fitted, self.batch_sizes))
 
     def _with_times(self, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> Profile:
-        """Return a profile with each kind of each sublayer's times changed."""
         return replace(self, sublayers=tuple(cost.with_times(change) for cost in self.sublayers))
 
     def to_json(self) -> dict[str, Any]:
@@ -211,23 +193,20 @@ class Profile:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Profile:
+        def link(fields: Mapping[str, Any]) -> LinkCost:
+            return LinkCost(**with_tuples(fields))
+
+        sums = values["all_reduce"]
         rebuilt = {
-            "batch_sizes": tuple(values["batch_sizes"]),
             "sublayers": tuple(SublayerCost(**with_tuples(one)) for one in values["sublayers"]),
-            "link": LinkCost(**with_tuples(values["link"])),
-            "node_link": LinkCost(**with_tuples(values["node_link"])),
-            "all_reduce": _rebuilt_sums(values["all_reduce"]),
+            "link": link(values["link"]),
+            "node_link": link(values["node_link"]),
+            # Described links are a table, measured sums a list.
+            "all_reduce": RingCost(**{name: link(fields) for name, fields in sums.items()})
+            if isinstance(sums, Mapping)
+            else tuple(AllReduceCost(**with_tuples(one)) for one in sums),
         }
         return Profile(**{**with_tuples(values), **rebuilt})
-
-
-def _rebuilt_sums(
-    values: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-) -> tuple[AllReduceCost, ...] | RingCost:
-    """Rebuild measured sums from their list, or described links from their two entries."""
-    if isinstance(values, Mapping):
-        return RingCost(**{name: LinkCost(**with_tuples(link)) for name, link in values.items()})
-    return tuple(AllReduceCost(**with_tuples(one)) for one in values)
 
 
 def _scaled(factor: float, seconds: tuple[float, ...]) -> tuple[float, ...]:
@@ -240,7 +219,7 @@ def with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
-    """Combine the ranks' profiles of one model: the median of every measurement.
+    """Combine the ranks' profiles of one model: take the median of every measurement.
 
     Raises:
         ValueError: they describe different models or sizes.
@@ -250,6 +229,7 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
 def _median(values: Sequence[Any]) -> Any:
     first = values[0]
+    # Names and sizes must agree on all ranks; only measurements may differ.
     if all(value == first for value in values):
         return first
     if isinstance(first, dict):
@@ -265,128 +245,42 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def _at(sizes: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:
-    """Interpolate; outside follow the outer segment, or the origin where one size was measured.
-
-    Outside, noise must not make more samples cheaper, or fewer cheaper than in proportion.
-    """
+    """Interpolate the seconds of a batch; outside the sizes, follow the outer segment."""
     if len(sizes) == 1:
         return seconds[0] * batch / sizes[0]
     right = next((n for n in range(1, len(sizes)) if batch <= sizes[n]), len(sizes) - 1)
     (x0, x1), (y0, y1) = sizes[right - 1 : right + 1], seconds[right - 1 : right + 1]
     value = y0 + (y1 - y0) * (batch - x0) / (x1 - x0)
+    # Outside, noise must not make more samples cheaper, or fewer cheaper than in proportion.
     if batch < x0:
         return min(max(value, y0 * batch / x0), y0)
     return max(value, y1) if batch > x1 else value
 
 
-@dataclass(frozen=True)
-class MeasuredChain:
-    """Hold what measuring a chain of sublayers gave, bottom first; times are medians of rounds.
+def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the times on the line a + b n that fits them best, with a and b at least 0.
 
-    `rounds_s` has a row a batch: in each round the sum of all the sublayers' times.
-    """
-
-    costs: tuple[SublayerCost, ...]
-    rounds_s: tuple[tuple[float, ...], ...]
-
-
-def profile_sublayers(
-    sublayers: Sequence[ProfiledSublayer],
-    batches: Sequence[Mapping[str, Tensor]],
-    *,
-    repeats: int = 3,
-) -> MeasuredChain:
-    """Measure every sublayer on its real input; the modules are left as they were.
-
-    Sizes take turns, so that a disturbed moment spoils one round, which the median drops. Measure
-    before anything is frozen: a frozen parameter has no backward. How a backward divides between
-    input and weights is measured at the middle size. Optimizer state is left at 0 bytes.
+    So noise cannot make more samples cheaper, or few samples cheaper than their share.
 
     Args:
-        sublayers: bottom first; each one's output is the next one's input.
-        batches: one a micro-batch size, on the device to measure; (B, ...) tensors.
-        repeats: measured rounds, after one to warm up.
-    Raises:
-        TypeError: a sublayer returns something else than one tensor.
+        sizes: ascending; a single one keeps its time.
     """
-    middle = batches[len(batches) // 2]
-    with left_as_found([one.module for one in sublayers], device_of(middle)) as modules:
-        sizes = chain_bytes(sublayers, batches[-1])
-        rounds = _time_rounds(sublayers, modules, batches, repeats)
-        shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 2))
-    # By size, kind (forward, backward, frozen) and sublayer.
-    medians_s = np.median(rounds, axis=0)
-    spreads = _spreads(np.sum(rounds, axis=2))
-    costs = []
-    for index, sublayer in enumerate(sublayers):
-        forward_s, backward_s, frozen_s = map(tuple, medians_s[:, :, index].T.tolist())
-        input_s = tuple(shares[index] * seconds for seconds in backward_s)
-        times = forward_s, input_s, tuple(map(sub, backward_s, input_s)), frozen_s
-        costs.append(
-            SublayerCost(
-                sublayer.name,
-                sublayer.layer,
-                *times,
-                optimizer_bytes=0,
-                **sizes[index],
-                spread=spreads[index],
-            )
+    if len(sizes) == 1 or min(seconds) <= 0:
+        return tuple(seconds)
+    # Relative deviations count, or the largest size would decide alone.
+    weights = [1 / one**2 for one in seconds]
+    total = sum(weights)
+    mean_n = sum(map(mul, weights, sizes)) / total
+    mean_s = sum(map(mul, weights, seconds)) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, sizes, strict=True))
+    joint = sum(
+        w * (n - mean_n) * (s - mean_s) for w, n, s in zip(weights, sizes, seconds, strict=True)
+    )
+    slope = max(0.0, joint / spread)
+    start = mean_s - slope * mean_n
+    if start < 0:  # Then the best line goes through the origin.
+        start = 0.0
+        slope = sum(w * n * s for w, n, s in zip(weights, sizes, seconds, strict=True)) / sum(
+            w * n**2 for w, n in zip(weights, sizes, strict=True)
         )
-    return MeasuredChain(tuple(costs), _totals(rounds))
-
-
-def _spreads(rounds_s: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
-    """Return every sublayer's quartiles, means over the sizes; times are by round and size."""
-    by_size = [[quartiles(repeats) for repeats in each.T] for each in np.moveaxis(rounds_s, 1, 0)]
-    return [(low, high) for low, high in np.mean(by_size, axis=0).tolist()]
-
-
-def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:
-    """Put together what measuring the parts of a chain gave, bottom first, of equal rounds."""
-    parts = [chain.rounds_s for chain in chains]
-    return MeasuredChain(
-        tuple(cost for chain in chains for cost in chain.costs),
-        tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*parts, strict=True)),
-    )
-
-
-def join_sizes(chains: Sequence[MeasuredChain]) -> MeasuredChain:
-    """Put together what measuring one chain at different sizes gave, smaller sizes first.
-
-    Bytes are those of the last.
-    """
-    costs = []
-    for same in zip(*(chain.costs for chain in chains), strict=True):
-        times: dict[str, Any] = {
-            name: tuple(second for cost in same for second in getattr(cost, name))
-            for name in _TIMES
-        }
-        low, high = np.mean([cost.spread for cost in same], axis=0).tolist()
-        costs.append(replace(same[-1], **times, spread=(low, high)))
-    return MeasuredChain(tuple(costs), tuple(row for chain in chains for row in chain.rounds_s))
-
-
-def time_rounds(
-    sublayers: Sequence[ProfiledSublayer], batches: Sequence[Mapping[str, Tensor]], *, repeats: int
-) -> tuple[tuple[float, ...], ...]:
-    """Time the chain alone, as `MeasuredChain.rounds_s`; the modules are left as they were."""
-    with left_as_found([one.module for one in sublayers], device_of(batches[-1])) as modules:
-        return _totals(_time_rounds(sublayers, modules, batches, repeats))
-
-
-def _time_rounds(
-    sublayers: Sequence[ProfiledSublayer],
-    modules: nn.ModuleList,
-    batches: Sequence[Mapping[str, Tensor]],
-    repeats: int,
-) -> list[list[list[list[float]]]]:
-    """Time every batch in every round, as `time_chain` does, after a round to warm up."""
-    return [
-        [time_chain(sublayers, modules, batch) for batch in batches] for _ in range(repeats + 1)
-    ][1:]
-
-
-def _totals(rounds: list[list[list[list[float]]]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(
-        tuple(sum(map(sum, chain)) for chain in chains) for chains in zip(*rounds, strict=True)
-    )
+    return tuple(start + slope * size for size in sizes)

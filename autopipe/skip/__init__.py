@@ -1,4 +1,4 @@
-"""Send skip connections straight from the partition that stashes to the one that pops."""
+"""Send skip connections straight from the partition that stashes to the partition that pops."""
 
 from autopipe.skip.routes import (
     Namespace,

@@ -1,10 +1,10 @@
-"""Know which skips a layer declares, which partitions exchange them, and whether they pair up.
+"""Declare a layer's skips, find out which partitions exchange them, and check that they pair up.
 
     layer      0          1          2          3
     declares   stash a    stash b    pop b      pop a
     cut        | partition 0 ------- | partition 1 -- |
 
-Here partition 0 owes partition 1 the skips a and b: one edge, whose keys are a, b.
+Here one edge leads from partition 0 to partition 1; its keys are a, b.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class SkipKey:
 
 
 class Skippable(nn.Module):
-    """Give a layer its declared skips; the base of every class that `skippable` makes."""
+    """Hold a layer's declared skips; the base of every class that `skippable` makes."""
 
-    # What each forward does, as ("stash" or "pop", name), in the order it was declared.
+    # ("stash" or "pop", name), in the order they were declared.
     declared_skips: ClassVar[tuple[tuple[str, str], ...]] = ()
     _skip_namespaces: Mapping[str, Namespace] = types.MappingProxyType({})
 
@@ -54,13 +54,13 @@ class Skippable(nn.Module):
             )
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
-        """Tell this layer's skips apart from those of the same names; return the layer itself.
+        """Tell this layer's skips apart from others of the same names; return the layer itself.
 
         Args:
             ns: shared by the layers that stash and pop them.
-            only: names to isolate; all declared ones where it is None.
+            only: names to isolate; None for all declared names.
         Raises:
-            TypeError: `ns` is not a Namespace, or `only` a single string.
+            TypeError: `ns` is not a Namespace, or `only` is a single string.
             ValueError: `only` holds a name that the layer does not declare.
         """
         if not isinstance(ns, Namespace):
@@ -70,15 +70,16 @@ class Skippable(nn.Module):
         if unknown := [name for name in names if name not in declared]:
             who = self.describe_skips()
             raise ValueError(f"{who} cannot isolate {unknown}; name skips that it declares")
+        # A new mapping: the class's own is shared by all layers.
         self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, ns)}
         return self
 
     def stashable(self) -> tuple[SkipKey, ...]:
-        """Return the skips that each forward stashes, in their declared order."""
+        """Return the skips that each forward stashes, in declared order."""
         return tuple(self.skip_key(name) for verb, name in self.declared_skips if verb == "stash")
 
     def poppable(self) -> tuple[SkipKey, ...]:
-        """Return the skips that each forward pops, in their declared order."""
+        """Return the skips that each forward pops, in declared order."""
         return tuple(self.skip_key(name) for verb, name in self.declared_skips if verb == "pop")
 
     def skip_key(self, name: str) -> SkipKey:
@@ -108,7 +109,7 @@ def names_of(names: Iterable[str], *, what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SkipEdge:
-    """Name the skips that one partition stashes for another, in the order they are declared."""
+    """Name the skips that one partition stashes for another, in declared order."""
 
     source: int
     target: int
@@ -116,45 +117,45 @@ class SkipEdge:
 
 
 def skip_edges(partitions: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...]:
-    """List what travels between partitions, by source and then by target.
-
-    Modules inside a layer count as well; a stash needs a pop after it.
+    """List the edges between partitions, by source and then by target; nested modules count.
 
     Source: the portals of torchgpipe, section 3.3: a skip goes straight to where it is popped.
     """
-    poppers: dict[SkipKey, int] = {}
-    for target, layers in enumerate(partitions):
-        for module in _skippables_of(layers):
-            poppers.update(dict.fromkeys(module.poppable(), target))
+    skippables = [
+        [module for layer in layers for module in layer.modules() if isinstance(module, Skippable)]
+        for layers in partitions
+    ]
+    poppers = {
+        key: target
+        for target, modules in enumerate(skippables)
+        for module in modules
+        for key in module.poppable()
+    }
     found: dict[tuple[int, int], list[SkipKey]] = {}
-    for source, layers in enumerate(partitions):
-        for module in _skippables_of(layers):
+    for source, modules in enumerate(skippables):
+        for module in modules:
             for key in module.stashable():
+                # A skip that is popped in its own partition stays there.
                 if poppers.get(key, -1) > source:
                     found.setdefault((source, poppers[key]), []).append(key)
     return tuple(SkipEdge(*pair, tuple(found[pair])) for pair in sorted(found))
 
 
-def _skippables_of(layers: Iterable[nn.Module]) -> Iterator[Skippable]:
-    for layer in layers:
-        yield from (module for module in layer.modules() if isinstance(module, Skippable))
-
-
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that each skip of a model is stashed by one layer and popped by one after it.
+    """Check that each skip of a model is stashed by one layer and popped by a later one.
 
-    Of skippable modules inside a layer, both orders pass: which runs first is its business.
+    Inside a layer both orders pass: the layer decides which of its modules runs first.
 
     Raises:
         TypeError: `module` is no nn.Sequential, or some stash and pop do not match; every
-            failure is listed with the name of the layer in the module.
+            failure is listed with the layer's name.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"verify_skippables checks an nn.Sequential, not {type(module).__name__}")
     stashed: set[SkipKey] = set()
     popped: set[SkipKey] = set()
     failures: list[str] = []
-    # A module that stands in two places declares its skips twice.
+    # Duplicates stay: a module that stands in two places declares its skips twice.
     named = (
         (name, child)
         for name, child in module.named_modules(remove_duplicate=False)

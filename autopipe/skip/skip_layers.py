@@ -7,7 +7,8 @@ A layer declares the names it stashes and pops, and its forward is a generator t
                          |               pop a
     waiting     a        a       a b       -
 
-It waits in a store of the thread, or in that of a micro-batch's forward through a partition.
+Each forward of a micro-batch through a partition has a store where it waits. Outside a pipeline it
+waits in the thread's own store.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def pop(name: str) -> Command:
 
 
 class _Thread(threading.local):
-    """Hold the store given to this thread's forward, and its own for models outside a pipeline."""
+    """Hold the store given to this thread's forward, and its own store for plain models."""
 
     def __init__(self) -> None:
         self.given: SkipStore | None = None
         self.own: SkipStore = {}
+        # Weak, so that a plain model can be freed.
         self.stashed_by = weakref.WeakValueDictionary[SkipKey, Skippable]()
 
 
@@ -66,7 +68,7 @@ _thread = _Thread()
 
 @contextmanager
 def using(store: SkipStore) -> Iterator[None]:
-    """Make layers that run in this thread stash into and pop from a store."""
+    """Let layers that run in this thread stash into and pop from a store."""
     before, _thread.given = _thread.given, store
     try:
         yield
@@ -79,7 +81,7 @@ def _current_store() -> SkipStore:
 
 
 def _complete(layer: Skippable, result: Any) -> Any:
-    """Serve the commands of a layer's forward until it returns, and hold it to its declaration."""
+    """Serve the commands of a layer's forward, and check that it did all that it declared."""
     done: set[tuple[str, str]] = set()
     try:
         if isinstance(result, types.GeneratorType):
@@ -90,6 +92,7 @@ def _complete(layer: Skippable, result: Any) -> Any:
             message = f"{layer.describe_skips()} did not {' nor '.join(missing)} in its forward; "
             raise RuntimeError(message + "do it on every path, with None where there is no skip")
     except BaseException:
+        # A failed forward leaves nothing behind for the next one to trip over.
         for verb, name in done:
             if verb == "stash":
                 _current_store().pop(layer.skip_key(name), None)
@@ -132,6 +135,7 @@ def _keep(layer: Skippable, name: str, tensor: Tensor | None) -> None:
     if not isinstance(tensor, (Tensor, types.NoneType)):
         given = type(tensor).__name__
         raise TypeError(f"{who} stashed a {given} as {name!r}; stash a tensor or None")
+    # A given store is one forward's; the thread's own may hold skips of a failed one.
     if _thread.given is None:
         _drop_leftovers(key, layer)
     if key in _current_store():
@@ -149,7 +153,7 @@ def _take(layer: Skippable, name: str) -> Tensor | None:
 
 
 def _drop_leftovers(key: SkipKey, layer: Skippable) -> None:
-    """Empty the thread's own store where a forward that broke off left the skip there."""
+    """Empty the thread's own store if a failed forward left the skip there."""
     before = _thread.stashed_by.get(key)
     _thread.stashed_by[key] = layer
     if key not in _thread.own:
@@ -162,7 +166,7 @@ def _drop_leftovers(key: SkipKey, layer: Skippable) -> None:
 
 
 _new_object = copyreg.__newobj__  # type: ignore[attr-defined]
-# Values weakly held: a class made from a local one goes with it.
+# Weak values, so that a class made from a local class can be freed with it.
 _made: weakref.WeakValueDictionary[Any, type[Skippable]] = weakref.WeakValueDictionary()
 
 
@@ -177,15 +181,15 @@ def skippable(
                 yield stash("lto3", input)
                 return f1(input)
 
-    The decorated class derives from the layer class, whose methods reach their base by `super()`,
-    not by `super(Layer1, self)`, which would recur. Type checkers overlook decorators of classes;
-    `SkippableLayer1 = skippable(stash=["lto3"])(Layer1)` they understand.
+    The decorated class derives from the layer class. So methods must call `super()`, not
+    `super(Layer1, self)`, which would recur. Type checkers overlook decorators of classes, but
+    understand `SkippableLayer1 = skippable(stash=["lto3"])(Layer1)`.
 
     Args:
         stash, pop: names that each forward stashes, and pops, exactly once.
     Raises:
-        TypeError: `stash` or `pop` is a single string, or holds something else than strings; or
-            what is decorated is no class of nn.Module, or is skippable already.
+        TypeError: `stash` or `pop` is a single string or holds no strings; or the decorated object
+            is no class of nn.Module, or is skippable already.
     Source: torchgpipe's manual, 2.3.2. Ours keeps the layer's class, its attributes and the names
     in its state_dict.
     """
@@ -207,15 +211,15 @@ def _derive(
     if known := _made.get((layer, stashed, popped)):
         return known
 
-    # Wrapped, so that a signature asked of the decorated forward is the layer's own.
+    # Wrapped, so that the decorated forward has the layer's own signature.
     @functools.wraps(layer.forward)
     def forward(self: Skippable, *args: Any, **kwargs: Any) -> Any:
         return _complete(self, layer.forward(self, *args, **kwargs))
 
     def reduce(self: Skippable, protocol: Any) -> Any:
         reduced = super(made, self).__reduce_ex__(max(protocol, 2))
-        # `S = skippable(...)(Layer)` makes a class that no module knows as Layer: pickle would
-        # not find it by name, so its instances name what it was made from.
+        # After `S = skippable(...)(Layer)`, pickle finds the plain class under the name Layer.
+        # So instances are pickled by what their class was made from.
         if type(self) is made and reduced[0] is _new_object and _importable(layer):
             return _rebuild, (layer, stashed, popped), *reduced[2:]
         return reduced

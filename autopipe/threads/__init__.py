@@ -1,4 +1,4 @@
-"""Run stages as threads of one process: queues between them, and random numbers of their own."""
+"""Run stages as threads of one process, linked by mailboxes, each with its own random numbers."""
 
 from autopipe.threads.randomness import Randomness
 from autopipe.threads.thread_pipeline import CallerSettings, ThreadPipeline, run_together

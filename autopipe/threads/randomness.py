@@ -1,10 +1,9 @@
-"""Make each micro-batch's random numbers repeatable, also where partitions run in threads.
+"""Make each micro-batch's random numbers repeatable, also with partitions in threads.
 
 torch has one generator for the whole CPU. Partitions that run at the same time would draw from it
-in an order that changes from run to run, and a recomputation could not draw again what its forward
-drew. So every forward of a micro-batch through a partition draws from a state of its own: what the
-generator held when it began, where only one partition runs at a time, or else a seed made from one
-draw of the caller's.
+in a random order, and a repeated forward would draw other numbers. So each forward of a
+micro-batch through a partition draws from a state of its own. It is the generator's present state
+if partitions run one at a time, else a seed made from one draw of the caller's.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ def _lock(device: torch.device) -> Any:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Tell whether a forward may draw random numbers: any layer of the user's may."""
+    """Tell whether a forward may draw random numbers."""
     return any(_may_draw(part) for part in module.modules())
 
 
 def _may_draw(module: nn.Module) -> bool:
+    # Of code that is not torch's nothing is known.
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return True
     if not type(module).__module__.startswith("torch.nn.modules"):
@@ -43,18 +43,21 @@ def _may_draw(module: nn.Module) -> bool:
     if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
     rate = getattr(module, "p", getattr(module, "dropout", 0.0))
+    # torch's other layers draw only by a dropout rate, in training.
     draws = isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0)
     return draws and module.training
 
 
 class _DrawFrom(TorchDispatchMode):
+    """Let operations on the CPU draw from a generator instead of torch's default."""
+
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
         self._generator = generator
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # What compiled layers draw while they run comes here.
+        return True  # Draws inside compiled layers must come here, too.
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,7 +67,7 @@ class _DrawFrom(TorchDispatchMode):
             return func(*args, **kwargs)
         if _takes_generator(func):
             return func(*args, **kwargs, generator=self._generator)
-        # It always draws from the default generator, to which our state is lent.
+        # It draws from the default generator only: lend it our state.
         default = torch.default_generator
         with _lock(_CPU), _put_at(default, self._generator.get_state()):
             try:
@@ -101,11 +104,13 @@ def _put_at(generator: torch.Generator, state: Tensor) -> Iterator[None]:
 
 
 class Randomness:
-    """Give one partition's forwards their random numbers during one step.
+    """Manage the random numbers of one partition's forwards in one step.
 
-    Partitions that run at the same time have a seed each, for this step; those that run one after
-    another have none, and draw as the model alone would. Where only one is `alone`, no other needs
-    torch's own generator while a forward is repeated. Without `draws` nothing is to be managed.
+    Args:
+        seed: for partitions that run at the same time; None lets forwards draw from torch's own
+            generator, as in the plain model.
+        draws: whether the partition may draw random numbers at all.
+        alone: whether it is the only partition, and so may change torch's own generator.
     """
 
     def __init__(
@@ -116,7 +121,7 @@ class Randomness:
         self._states: dict[int, list[Tensor]] = {}
 
     def of(self, forward: ForwardPass) -> AbstractContextManager[None]:
-        """Draw, inside, what belongs to the forward's micro-batch; repeated, the same again."""
+        """Let a forward inside draw its micro-batch's numbers; a repetition draws the same."""
         micro_batch = forward.micro_batch
         if not self._draws:
             return nullcontext()
@@ -142,9 +147,8 @@ class Randomness:
                 generator.set_state(states[0])
                 stack.enter_context(_DrawFrom(generator))
             for device, state in zip(self._devices[1:], states[1:], strict=True):
-                # CUDA's operations do not take a generator as an argument. The lock is for
-                # partitions that share a device; it is held while kernels are launched, not
-                # while they run.
+                # CUDA's operations take no generator. The lock keeps partitions that share a
+                # device apart; it is held while kernels are launched, not while they run.
                 stack.enter_context(_lock(device))
                 stack.enter_context(_put_at(_default_generator(device), state))
             yield
@@ -157,10 +161,11 @@ def randomness_of(
     num_micro_batches: int,
     concurrent: bool,
 ) -> list[Randomness]:
-    """Return what each of a pipeline's stages draws from; a draw of the caller's gives seeds."""
+    """Return each stage's randomness; `concurrent` stages get seeds by a draw of the caller's."""
     draws = [may_draw(module) for module in modules]
     seeds: list[int | None] = [None] * len(draws)
     if concurrent and any(draws):
+        # One draw of the caller's, whatever is drawn from it, keeps later numbers repeatable.
         base = int(torch.randint(2**62, (), device="cpu"))
         seeds = [base + stage * num_micro_batches for stage in range(len(draws))]
     return [

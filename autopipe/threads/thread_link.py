@@ -1,8 +1,8 @@
-"""Carry micro-batches between partitions of one process, each of which has its own thread.
+"""Carry micro-batches between partitions that are threads of one process.
 
-On one device a tensor is handed over as it is. Between devices it is copied on streams that do
-nothing else, one a device and micro-batch, so that copies wait for no computation but the one that
-makes the tensor, and no computation waits for a copy but the one that takes it.
+On one device a tensor is handed over as it is. Between devices it is copied on streams of its own,
+one per device and micro-batch. So a copy waits only for the tensor's computation. Only the
+computation that takes the tensor waits for the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopipe.trace import Recorder
 
 
 class Stopped(Exception):
-    """Tell a partition's thread that another one has failed."""
+    """Tell a partition's thread that another thread has failed."""
 
 
 class Mailbox:
@@ -38,7 +38,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, micro_batch: int) -> Any:
-        """Wait for something, however long a layer takes; a failure ends it."""
+        """Wait for a micro-batch's item, without a limit; raise `Stopped` after a failure."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or micro_batch in self._items)
             if self._stopped:
@@ -48,12 +48,11 @@ class Mailbox:
         return item
 
     def await_empty(self) -> None:
-        """Wait until everything has been taken, even if whoever took it has failed since.
-
-        What the schedule has at the same time as the failure runs, whichever thread is faster.
-        """
+        """Wait until everything has been taken; raise `Stopped` if it will not be."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._items)
+            # An empty box passes even when stopped: what the schedule runs beside a failure does
+            # not depend on which thread is faster.
             if self._items:
                 raise Stopped
 
@@ -66,17 +65,18 @@ class Mailbox:
 
 @cache
 def copy_stream(device: torch.device, micro_batch: int) -> torch.cuda.Stream:
-    """Return the stream of a device that copies this micro-batch; fresh ones fragment memory."""
+    """Return the device's stream that copies this micro-batch."""
+    # Cached, because memory is pooled by stream, and fresh streams would fragment it.
     return torch.cuda.Stream(device)
 
 
 class Crossing:
-    """Carry tensors one way between two partitions, from a device to another.
+    """Carry tensors one way between two partitions.
 
     Args:
         op: the instruction that sends them.
-        num_skips: of a payload's tensors, how many go this way; None for the hidden state's.
-        recorders: of sender and taker; None where nobody traces.
+        num_skips: number of a payload's tensors that go this way; None for the hidden state.
+        recorders: of sender and receiver; None without a trace.
     """
 
     def __init__(
@@ -101,15 +101,14 @@ class Crossing:
         streams = [copy_stream(device, micro_batch) for device in devices]
         with ExitStack() as stack:
             if from_cuda:
-                # Only the computation that makes the tensors is waited for; what the target
-                # computes goes on meanwhile.
+                # Wait for the computation that makes the tensors, not for the target's.
                 streams[0].wait_stream(torch.cuda.current_stream(self._source))
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(self._noted(micro_batch, payload))
             sent = tuple(t if t is None else _to(self._target, t) for t in payload.tensors)
             if from_cuda:
-                # Else their memory could be given away before the copy has read it.
+                # Else the source's memory could be reused before the copy has read it.
                 _own(payload, streams[0])
             arrived = streams[-1].record_event() if to_cuda else None
         self.mailbox.put(micro_batch, (Payload(sent, payload.is_bare), arrived))
@@ -127,7 +126,7 @@ class Crossing:
         if sender is None or receiver is None:
             return nullcontext()
         num_bytes = total_bytes(payload.tensors)
-        # A copy between two GPUs runs on the stream of the one that it reads from.
+        # A copy between two GPUs runs on the source's stream.
         device = self._source if self._source.type == "cuda" else self._target
         return sender.transfer(
             Instruction(self.op, micro_batch),
@@ -139,32 +138,32 @@ class Crossing:
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:
-    # Copies to the CPU must be complete before anybody reads them.
+    # A copy to the CPU blocks: no event would tell its reader that it is complete.
     copy = tensor.detach().to(device, non_blocking=device.type == "cuda")
     return copy.requires_grad_(tensor.requires_grad)
 
 
 def _own(payload: Payload, stream: torch.cuda.Stream) -> None:
-    """Keep the tensors' memory until the stream has done what it was asked so far."""
+    """Keep the tensors' memory until the stream has finished its present work."""
     for tensor in payload.tensors:
         if tensor is not None:
             tensor.record_stream(stream)
 
 
 class ThreadLink(Link):
-    """Give to and take from the partitions on one side."""
+    """Send to and receive from the partitions on one side."""
 
     def __init__(self) -> None:
         self._incoming: list[Crossing] = []
         self._outgoing: list[Crossing] = []
 
     def add(self, *, incoming: Crossing, outgoing: Crossing) -> None:
-        """Lay a way: the neighbour's first, then those of skips, in the payload's order."""
+        """Add a way: first the neighbour's, then those of skips in the payload's order."""
         self._incoming.append(incoming)
         self._outgoing.append(outgoing)
 
     def reserve(self, micro_batch: int) -> None:
-        # One micro-batch may wait for the partition above; more would only take memory.
+        # One micro-batch may wait for the partition above; more would only cost memory.
         self._outgoing[0].mailbox.await_empty()
 
     def receive(self, micro_batch: int) -> Payload:
@@ -173,7 +172,7 @@ class ThreadLink(Link):
         return Payload(tensors, payloads[0].is_bare)
 
     def send(self, micro_batch: int, payload: Payload) -> None:
-        # Skips first: whoever takes the hidden state may look for them next.
+        # Skips first, because the receiver of the hidden state looks for them next.
         end = len(payload.tensors)
         for crossing in reversed(self._outgoing):
             start = 0 if crossing.num_skips is None else end - crossing.num_skips

@@ -1,7 +1,4 @@
-"""Run one job a partition at the same time, each in its own thread, as the caller would.
-
-Run a schedule on stages that are threads of one process.
-"""
+"""Run a schedule on stages that are threads of one process, with the caller's settings."""
 
 from __future__ import annotations
 
@@ -24,10 +21,11 @@ from autopipe.trace import Recorder, Trace
 
 
 class CallerSettings:
-    """Hold the caller's present settings that torch keeps for each thread alone.
+    """Hold the caller's settings that torch keeps per thread.
 
-    Of the partitions on these devices `at_once` can work at the same time; those on the CPU share
-    the caller's intra-op threads.
+    Args:
+        devices: the partitions'; those on the CPU share the caller's intra-op threads.
+        at_once: partitions that can work at the same time.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, at_once: int) -> None:
@@ -48,36 +46,37 @@ class CallerSettings:
 
     @contextmanager
     def applied(self, device: torch.device, *, grad_enabled: bool) -> Iterator[None]:
-        """Apply them to the thread of a device's partition, but for autocast and threads."""
+        """Apply them to the thread of a partition, except autocast and the number of threads."""
         with ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(grad_enabled and not self._inference))
-            # Handed to autograd's thread of a CUDA device, backwards would wait for the very
-            # backward that started this job.
+            # Else a backward would go to autograd's thread of its CUDA device, which may be busy
+            # with the very backward that started this job: a deadlock.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._default_device != torch.get_default_device():
                 stack.enter_context(self._default_device)
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
-            # A stream makes its device the current one, so the partition's own comes last.
+            # Entering a stream makes its device current, so the partition's own comes last.
             for stream in sorted(self._streams, key=lambda stream: stream.device == device):
                 stack.enter_context(torch.cuda.stream(stream))
-            # Off, but entered: a weight is cast once for all micro-batches of the portion, not
-            # once for each, as leaving the outermost autocast empties the cache.
+            # Disabled, but entered: leaving the outermost autocast empties the cache of cast
+            # weights, which so lasts for all micro-batches of the portion.
             for autocast in self._autocasts:
                 stack.enter_context(autocast(enabled=False))
             yield
 
     def join_streams(self) -> None:
-        """Let every device wait for all: autograd expects gradients on one stream of a node."""
+        """Let every device's stream wait for all others."""
+        # Autograd expects all gradients of a node on one stream.
         for ours in self._streams:
             for theirs in self._streams:
                 torch.cuda.current_stream(theirs.device).wait_stream(ours)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Apply the autocast, for one forward; `applied` empties its cache of weights before."""
+        """Apply the caller's autocast to one forward, inside `applied`."""
         with ExitStack() as stack:
             for autocast in self._autocasts:
                 stack.enter_context(autocast())
@@ -87,7 +86,7 @@ class CallerSettings:
 def _run_to_the_end(
     threads: Sequence[threading.Thread], ended: Sequence[threading.Event], stop: Callable[[], None]
 ) -> None:
-    """Start threads and wait for them, also where the caller is interrupted meanwhile."""
+    """Start threads and wait for them, even if the caller is interrupted."""
     try:
         for thread in threads:
             thread.start()
@@ -98,10 +97,10 @@ def _run_to_the_end(
         raise
     finally:
         for thread, event in zip(threads, ended, strict=True):
-            # One without an ident never began: the caller was interrupted before.
+            # A thread without an ident never started: the caller was interrupted before.
             while not event.wait(0.1) and thread.ident is not None:
                 pass
-            # Not by `join` alone: interrupted once, it takes the thread for ended (Python 3.11).
+            # Not `join` alone: after an interrupt it takes the thread for ended (Python 3.11).
             if thread.ident is not None:
                 thread.join()
 
@@ -113,11 +112,14 @@ def run_together(
     stop: Callable[[], None],
     order: Callable[[int], int],
 ) -> None:
-    """Run the jobs, all at the same time; one alone runs in the caller's thread.
+    """Run the jobs at the same time; a single job runs in the caller's thread.
 
-    A failure stops the others by `stop`, which ends every wait of a job for another; it is raised
-    when all have ended, with its own traceback. Of several it is the one that `order` says was
-    earliest in the schedule, of several as early the lowest job's.
+    The first failure in the schedule's order is raised when all jobs have ended.
+
+    Args:
+        num_threads: intra-op threads of each job.
+        stop: ends every wait of a job for another; called after a failure.
+        order: tells how early in the schedule a job has failed; of equals the lowest job counts.
     """
     if len(jobs) == 1:
         jobs[0]()
@@ -137,7 +139,7 @@ def run_together(
         finally:
             ended[number].set()
 
-    # Threads of one call cannot keep the interpreter from exiting; lasting ones would.
+    # New threads for each call: lasting ones would keep the interpreter from exiting.
     threads = [
         threading.Thread(
             target=context.copy().run, args=(work, number), daemon=True, name=f"partition {number}"
@@ -148,11 +150,11 @@ def run_together(
     try:
         _run_to_the_end(threads, ended, stop)
     finally:
-        # Set in a thread, the number is also the default of threads to come.
+        # A number set in a thread is also the default of later threads.
         torch.set_num_threads(num_threads_before)
     if failures:
         first = min(failures, key=lambda failure: failure[:2])[2]
-        # An error whose traceback leads back to it keeps the failed step's tensors alive.
+        # Break the cycle of error, traceback and frame, which would keep the step's tensors alive.
         failures.clear()
         try:
             raise first
@@ -167,13 +169,11 @@ class ThreadPipeline(Generic[W]):
     """Connect stages, and run their programs, each in a thread.
 
     Args:
-        schedule: a program a stage.
-        modules: the stages'.
-        work_of: makes a stage's work, given which it is, the caller's settings, and what the
-            stage draws random numbers from.
-        devices: the stages'.
-        skips: ways beside those between neighbours.
-        trace: takes down what runs when; None for no trace.
+        schedule: a program for each stage.
+        modules, devices: the stages'.
+        work_of: makes a stage's work from its number, the caller's settings, and its randomness.
+        skips: edges besides those between neighbours.
+        trace: records what runs when; None for no trace.
     Attributes:
         works: the stages'.
         settings: the caller's.
@@ -186,8 +186,8 @@ class ThreadPipeline(Generic[W]):
         work_of: Callable[[int, CallerSettings, Randomness], W],
         *,
         devices: Sequence[torch.device],
-        skips: Sequence[SkipEdge] = (),
-        trace: Trace | None = None,
+        skips: Sequence[SkipEdge],
+        trace: Trace | None,
     ) -> None:
         num_micro_batches = 1 + max((ins.micro_batch for ins in schedule[0]), default=-1)
         at_once = min(num_micro_batches, len(schedule))
@@ -203,7 +203,7 @@ class ThreadPipeline(Generic[W]):
         ]
         self._crossings: list[Crossing] = []
         links = self._connect(skips, recorders)
-        # Threads hand tensors over as they are, so that only the number of sizes counts.
+        # Only the number of sizes counts: these links ignore them.
         sizes = range(num_micro_batches)
         self.stages = [
             StageRun(schedule[j], work, links[j], sizes, recorder=recorders[j])
@@ -218,13 +218,13 @@ class ThreadPipeline(Generic[W]):
         order: Callable[[int], int],
         retain: bool = False,
     ) -> None:
-        """Run a portion of the schedule, to its end.
+        """Run a portion of the schedule to its end.
 
         Args:
             grad_enabled: whether forwards keep graphs.
-            order: tells how early the schedule has a stage's present instruction: of several
-                failures the earliest is raised.
-            retain: whether its backwards will be asked for once more.
+            order: tells how early the schedule has a stage's present instruction; the earliest
+                failure is raised.
+            retain: whether its backwards will run once more.
         """
 
         def run_stage(stage: int) -> None:
@@ -245,7 +245,7 @@ class ThreadPipeline(Generic[W]):
     def _connect(
         self, skips: Sequence[SkipEdge], recorders: Sequence[Recorder | None]
     ) -> list[StageLinks]:
-        """Lay a way up and a way down between neighbours, and where a skip goes."""
+        """Add a way up and a way down for each edge between neighbours, and for each skip's."""
 
         def crossing(op: Op, source: int, target: int, keys: Sequence[SkipKey]) -> Crossing:
             made = Crossing(

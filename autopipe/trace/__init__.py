@@ -1,13 +1,12 @@
-"""Take down what ran when, and draw it.
+"""Record what ran when, and draw it.
 
-recorder ─► span ─► trace (text) ─► picture, chrome, summary ◄─ text_tables
+recorder ─► span ─► trace (text) ─► pictures, summary (tables)
 """
 
 from autopipe.trace.pictures import save_picture
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.span import Span
-from autopipe.trace.summary import Summary
-from autopipe.trace.text_tables import as_bytes, text_table
+from autopipe.trace.summary import Summary, as_bytes, text_table
 from autopipe.trace.trace import Trace
 
 __all__ = [

@@ -1,26 +1,22 @@
-"""Write a trace in the format of chrome://tracing and ui.perfetto.dev.
+"""Draw a trace: as a file for ui.perfetto.dev or chrome://tracing, and as a picture.
 
-Each stage is a process: a lane for what it computes, one for its waits, one for each link that it
-sends over, and a curve of the activations that it keeps. In a lane nothing overlaps: transfers
-that were under way at once have several lanes.
-
-Draw a trace as a picture: bars over time, one row a stage, transfers in rows of their own.
+A stage has lanes: one for what it computes, one for its waits, one for each link that it sends
+over. Nothing overlaps in a lane: transfers under way at the same time get several lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autopipe.schedule import Op
 from autopipe.trace.span import Span
-from autopipe.trace.summary import StageSummary, summarize
-from autopipe.trace.text_tables import as_bytes
+from autopipe.trace.summary import StageSummary, as_bytes, summarize
 
 Lanes = dict[str, list[Span]]
-"""Spans by the name of their lane, each by its start."""
+"""Spans by the name of their lane, ordered by start."""
 
 
 def lanes(spans: Sequence[Span], stage: int) -> Lanes:
@@ -39,14 +35,14 @@ def lanes(spans: Sequence[Span], stage: int) -> Lanes:
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the trace as the object that its file holds; times are in microseconds.
+    """Return the trace as a JSON object; a stage is a process, times are in microseconds.
 
     Source: Trace Event Format (Google); "X" is a span, "C" a curve, "M" a name.
     """
     origin_s = min((span.start_s for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for stage in sorted({span.stage for span in spans}):
-        # Perfetto takes process and thread 0 for the idle ones.
+        # Perfetto shows process and thread 0 as idle.
         pid = stage + 1
         events.append(_about("process_name", pid, 0, name=f"stage {stage}"))
         events.append(_about("process_sort_index", pid, 0, sort_index=stage))
@@ -55,7 +51,17 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
             events.append(_about("thread_name", pid, tid, name=name))
             events.append(_about("thread_sort_index", pid, tid, sort_index=lane))
             events += [_event(span, pid, tid, origin_s) for span in members]
-        events += _curve([s for s in spans if s.stage == stage], pid, origin_s)
+        own = (span for span in spans if span.stage == stage and span.peer is None)
+        events += [
+            {
+                "name": "kept activations",
+                "ph": "C",
+                "ts": (span.end_s - origin_s) * 1e6,
+                "pid": pid,
+                "args": {"bytes": span.kept_bytes},
+            }
+            for span in sorted(own, key=lambda span: span.end_s)
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -77,17 +83,6 @@ def _event(span: Span, pid: int, tid: int, origin_s: float) -> dict[str, Any]:
     }
 
 
-def _curve(spans: Sequence[Span], pid: int, origin_s: float) -> Iterator[dict[str, Any]]:
-    for span in sorted((s for s in spans if s.peer is None), key=lambda s: s.end_s):
-        yield {
-            "name": "kept activations",
-            "ph": "C",
-            "ts": (span.end_s - origin_s) * 1e6,
-            "pid": pid,
-            "args": {"bytes": span.kept_bytes},
-        }
-
-
 def _about(kind: str, pid: int, tid: int, **about: str | int) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": about}
 
@@ -100,7 +95,7 @@ _KINDS = {
     Op.SEND_ACTIVATION: ("activation sent", "#8fb3dd"),
     Op.SEND_GRADIENT: ("gradient sent", "#94cdad"),
 }
-"""What is drawn: its name and its colour."""
+"""Name in the legend, and colour."""
 _INK, _FAINT, _IDLE = "#2b2f36", "#8a919c", "#f0f1f3"
 _WIDTH_INCHES, _LEFT, _RIGHT = 12.0, 0.085, 0.885
 _STAGE_HEIGHT, _LANE_HEIGHT, _SPACE, _GAP = 1.0, 0.26, 0.06, 0.22
@@ -110,17 +105,17 @@ _POINTS_A_CHARACTER = 5.6
 def save_picture(
     spans: Sequence[Span], path: str | Path, *, heading: tuple[str, str] | None = None
 ) -> None:
-    """Draw the spans; the path's ending tells the format.
+    """Draw the spans; the path's suffix sets the format.
 
     Args:
         spans: measured, or simulated.
-        heading: title and subtitle; None takes the summary's, which speaks of measurements.
+        heading: title and subtitle; None takes the summary's, for measured spans.
     Raises:
         ValueError: nothing was computed.
     """
     summary = summarize(spans)
-    # Loaded only for a picture: training needs no matplotlib. Without pyplot the caller's backend
-    # and open figures are left alone.
+    # Imported here, because training needs no matplotlib. Not pyplot, which would touch the
+    # caller's backend and open figures.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -186,11 +181,11 @@ def _name(axes: Any, lane: _Lane, stage: StageSummary) -> None:
 
 
 def _draw_bars(axes: Any, lane: _Lane, start_s: float, total_ms: float) -> None:
-    """Draw a lane's spans, named by their micro-batch where there is room."""
+    """Draw a lane's spans, with labels where there is room."""
     points_a_ms = _WIDTH_INCHES * (_RIGHT - _LEFT) * 72 / max(total_ms, 1e-9)
     for span in lane.spans:
         start_ms = (span.start_s - start_s) * 1e3
-        # What is too short to be seen gets a line.
+        # Spans too short to see get a line.
         length_ms = max(span.duration_s * 1e3, 1.2 / points_a_ms)
         axes.broken_barh(
             [(start_ms, length_ms)], (lane.top, lane.height),

@@ -1,35 +1,37 @@
-"""Take down what one stage does in a step; nothing is read from a device before the end."""
+"""Record what one stage does and keeps in a step; devices are read only at the end."""
 
 from __future__ import annotations
 
 import time
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.schedule import Instruction, Op
 from autopipe.trace.span import Span
-from autopipe.trace.summary import KeptMemory
 
 Moment = Callable[[], float]
-"""Returns seconds of `time.perf_counter`; waits for a device to get there."""
+"""Returns seconds of `time.perf_counter`; waits until a device has reached the moment."""
 
 
 class Clocks:
     """Mark the present moment, on the host or on a device's current stream, to be read later.
 
-    Clocks of host and device are compared once, when the device has nothing to do; the error is
-    that of one launch and one wait, some ten microseconds.
+    Clocks of host and device are compared once, on an idle device. The error is that of one launch
+    and one wait, about ten microseconds.
     """
 
     def __init__(self) -> None:
         self._origins: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
 
     def watch(self, device: torch.device | None) -> None:
-        """Prepare for marks of a device; a CUDA device is waited for."""
+        """Prepare for marks of a device; waits for a CUDA device."""
         if device is None or device.type != "cuda" or device in self._origins:
             return
         torch.cuda.synchronize(device)
@@ -37,10 +39,11 @@ class Clocks:
         before_s = time.perf_counter()
         origin.record(torch.cuda.current_stream(device))
         origin.synchronize()
+        # The event happened between the two readings of the host's clock: take the middle.
         self._origins[device] = origin, (before_s + time.perf_counter()) / 2
 
     def mark(self, device: torch.device | None) -> Moment:
-        """Mark now; on a CUDA device, when its current stream will have come here."""
+        """Mark now; on a CUDA device, the moment when its current stream gets here."""
         if device is None or device.type != "cuda":
             now_s = time.perf_counter()
             return lambda: now_s
@@ -48,19 +51,127 @@ class Clocks:
         event.record(torch.cuda.current_stream(device))
         origin, origin_s = self._origins[device]
 
-        def came_s() -> float:
+        def reached_s() -> float:
             event.synchronize()
             return origin_s + origin.elapsed_time(event) / 1e3
 
-        return came_s
+        return reached_s
+
+
+class _View(NamedTuple):
+    """Name a part of a storage by its addresses; equal views are the same memory."""
+
+    storage: int
+    start: int
+    num_bytes: int
+
+
+@dataclass
+class _Storage:
+    """Count the holders of a storage's parts, which may overlap."""
+
+    total_bytes: int
+    holders: Counter[_View] = field(default_factory=Counter)
+
+    def num_bytes(self) -> int:
+        # Overlapping views add up to too much, but never to more than the storage has.
+        return min(self.total_bytes, sum(view.num_bytes for view in self.holders))
+
+
+class KeptMemory:
+    """Count the bytes of one stage's activations that graphs saved or that wait as inputs.
+
+    Each memory counts once, however many graphs and views hold it. Parameters and their views do
+    not count. Tensors in a layer's own saved-tensor hooks are not seen, nor those that an
+    autograd.Function keeps without `save_for_backward`.
+
+    Attributes:
+        peak_bytes: the most kept since it was last set.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._num_bytes = 0
+        self._storages: dict[int, _Storage] = {}
+        self._inputs: list[_View] = []
+        # Any thread may free a graph, even during a count: freed views wait here.
+        self._released: deque[_View] = deque()
+
+    def count_bytes(self) -> int:
+        """Forget what graphs have freed; return the bytes that are kept."""
+        while self._released:
+            self._let_go(self._released.popleft())
+        return self._num_bytes
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Count what graphs built inside save, until they free it."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def set_inputs(self, tensors: Sequence[Tensor | None]) -> None:
+        """Count these tensors, too, until the next call; no reference to them is kept."""
+        self._released.extend(self._inputs)
+        self._inputs = [self._keep(tensor) for tensor in tensors if tensor is not None]
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        # Detached: a graph that held its own output would be a cycle, and never be freed.
+        saved = _Saved(tensor.detach(), tensor._version)
+        base = tensor if tensor._base is None else tensor._base
+        if not isinstance(base, nn.Parameter):
+            weakref.finalize(saved, self._released.append, self._keep(tensor))
+        return saved
+
+    def _keep(self, tensor: Tensor) -> _View:
+        if tensor.layout is torch.strided:
+            whole = tensor.untyped_storage()
+            view = _View(whole.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            total_bytes = whole.nbytes()
+        else:
+            # Other layouts, such as sparse ones, have several storages: count the tensor.
+            view, total_bytes = _View(id(tensor), 0, tensor.nbytes), tensor.nbytes
+        kept_bytes = self.count_bytes()
+        storage = self._storages.setdefault(view.storage, _Storage(total_bytes))
+        before = storage.num_bytes()
+        storage.holders[view] += 1
+        self._num_bytes = kept_bytes + storage.num_bytes() - before
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        return view
+
+    def _let_go(self, view: _View) -> None:
+        storage = self._storages[view.storage]
+        before = storage.num_bytes()
+        storage.holders[view] -= 1
+        if not storage.holders[view]:
+            del storage.holders[view]
+        self._num_bytes += storage.num_bytes() - before
+        if not storage.holders:
+            del self._storages[view.storage]
+
+
+@dataclass(eq=False)
+class _Saved:
+    """Hold a saved tensor in a graph; it dies when the graph frees the tensor."""
+
+    tensor: Tensor
+    version: int
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    # torch does not check versions of tensors that hooks pack.
+    if saved.tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {tuple(saved.tensor.shape)} tensor is at version "
+            f"{saved.tensor._version}; expected version {saved.version}"
+        )
+    return saved.tensor
 
 
 class Recorder:
-    """Note what one stage does in one step: when, what it sends and what it keeps.
+    """Record what one stage does in one step: when, what it sends and what it keeps.
 
     Args:
-        step: number of the mini-batch; each has its own recorder.
-        device: where the stage computes; a CUDA device tells its own times.
+        step: the mini-batch's number; each mini-batch has its own recorder.
+        device: where the stage computes; a CUDA device's own clock is read.
         clocks: shared by the recorders of a trace.
     """
 
@@ -84,24 +195,23 @@ class Recorder:
 
     @property
     def spans(self) -> list[Span]:
-        """Return all spans in the order in which they ended; devices are waited for."""
+        """Return all spans in the order in which they ended; waits for devices."""
         return [read() for read in self._readers]
 
     def _note(self, span: Span, start: Moment, end: Moment) -> None:
-        """Keep a span whose times are read later."""
         self._readers.append(lambda: replace(span, start_s=start(), end_s=end()))
 
     @contextmanager
     def span(self, instruction: Instruction, *, sent_bytes: int = 0) -> Iterator[None]:
-        """Note when the instruction inside ran, also one that fails.
+        """Note when the instruction inside ran, even if it fails.
 
         Args:
-            sent_bytes: what it gives to a link. If the link notes no transfer, it goes to the
-                neighbour's memory, and its span is the instruction's.
+            sent_bytes: what it gives to a link. If the link notes no transfer itself, a transfer
+                to the neighbour is noted with the instruction's times.
         """
         self._num_transfers = 0
         memory = self._memory
-        memory.peak_bytes = memory.num_bytes
+        memory.peak_bytes = memory.count_bytes()
         builds_graph = instruction.op in (Op.FORWARD, Op.RECOMPUTE)
         self._start = self._clocks.mark(self._device)
         try:
@@ -111,7 +221,7 @@ class Recorder:
             span = Span(
                 self.stage, instruction.op, instruction.micro_batch, 0.0, 0.0,
                 step=self.step, num_in_flight=self._in_flight, num_graphs=self._graphs,
-                kept_bytes=memory.num_bytes, peak_bytes=memory.peak_bytes,
+                kept_bytes=memory.count_bytes(), peak_bytes=memory.peak_bytes,
             )  # fmt: skip
             start, end = self._start, self._clocks.mark(self._device)
             self._note(span, start, end)
@@ -121,14 +231,16 @@ class Recorder:
                 self._note(sent, start, end)
 
     def starts_forward(self) -> None:
-        """Let the present span begin only now, after a wait for room."""
+        """Restart the present span: a wait for room is over."""
         self._start = self._clocks.mark(self._device)
 
     def keeps(self, *, in_flight: int, graphs: int, inputs: Sequence[Tensor | None]) -> None:
         """Note what the stage keeps at the end of the present span.
 
-        They are micro-batches of which it keeps anything, or a graph; and the inputs that it keeps
-        by itself, for a forward to come or to be repeated.
+        Args:
+            in_flight: micro-batches of which it keeps anything.
+            graphs: micro-batches of which it keeps a graph.
+            inputs: kept outside of graphs, for a forward to come or to be repeated.
         """
         self._in_flight, self._graphs = in_flight, graphs
         self._memory.set_inputs(inputs)
@@ -143,7 +255,7 @@ class Recorder:
         copied_bytes: int,
         device: torch.device | None,
     ) -> Iterator[None]:
-        """Note a transfer to a peer: a send's, by the device whose current stream copies."""
+        """Note a transfer to a peer; `device` is the one whose current stream copies."""
         self._num_transfers += 1
         start = self._clocks.mark(device)
         yield

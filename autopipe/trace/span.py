@@ -1,4 +1,4 @@
-"""Say what a stage was doing when, and what it then kept and sent."""
+"""Describe what a stage did, when, and what it then kept and sent."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from autopipe.schedule import LETTERS, Instruction, Op, StageProgram
 
 @dataclass(frozen=True)
 class Span:
-    """Say when a stage was at an instruction, or when what it sent was under way.
+    """Time one instruction of a stage, or one transfer.
 
     Spans are numbers only, so that processes can send them to each other.
 
     Args:
-        op: what was done; a receive lasts as long as the stage waited in it.
+        op: the instruction; a receive lasts as long as the stage waited in it.
         start_s, end_s: seconds of `time.perf_counter`, which processes of one machine share. On a
-            CUDA device, when its stream came to the instruction and was done with it.
-        num_bytes: of a transfer, what was copied; 0 where it was handed over in shared memory.
-        payload_bytes: of a transfer, what was copied or handed over.
-        peer: of a transfer, the stage that it goes to; None for a stage's own instruction.
-        step: which mini-batch of the trace, from 0.
-        num_in_flight: of an instruction, micro-batches of which the stage kept anything at
-            the end: a graph, or an input to repeat a forward with.
-        num_graphs: those with a graph.
-        kept_bytes: activations kept at the end: what graphs saved, and inputs.
+            CUDA device, when its stream began and finished the instruction.
+        num_bytes: a transfer's copied bytes; 0 if it was handed over in shared memory.
+        payload_bytes: a transfer's bytes, copied or handed over.
+        peer: the stage that a transfer goes to; None for a stage's own instruction.
+        step: the mini-batch's number in the trace, from 0.
+        num_in_flight: micro-batches with a graph or an input kept at the end.
+        num_graphs: micro-batches with a graph at the end.
+        kept_bytes: activations kept at the end: inputs, and what graphs saved.
         peak_bytes: the most kept at any moment of the span.
     """
 
@@ -61,7 +60,7 @@ class Span:
 
     @property
     def label(self) -> str:
-        """Return the grid's cell, such as F0; of a transfer a0 or g0."""
+        """Return the grid's cell, such as F0; a transfer's is a0 (activation) or g0 (gradient)."""
         letter = LETTERS.get(self.op)
         if letter is None:
             letter = "a" if self.op.is_forward else "g"
@@ -69,7 +68,7 @@ class Span:
 
 
 def programs(spans: Sequence[Span]) -> dict[int, StageProgram]:
-    """Return what each stage computed, in its order, by stage from the first on."""
+    """Return what each stage computed, in order of time; stages ascend."""
     ran: dict[int, StageProgram] = dict.fromkeys(sorted({s.stage for s in spans}), ())
     for span in sorted((s for s in spans if s.is_compute), key=lambda s: s.start_s):
         ran[span.stage] += (Instruction(span.op, span.micro_batch),)

@@ -1,137 +1,24 @@
-"""Count the bytes of activations that a stage keeps, while they are kept.
-
-Sum up a trace: times, kept activations and traffic.
-"""
+"""Sum up a trace in tables: times, kept activations and traffic."""
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter, deque
+import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from autopipe.schedule import LETTERS, SCHEDULES, Op, StageProgram, forward_only, unflushed
 from autopipe.trace.span import Span, programs
-from autopipe.trace.text_tables import as_bytes, text_table
-
-
-class _View(NamedTuple):
-    """Name a part of a storage, by addresses; views of the same part are the same memory."""
-
-    storage: int
-    start: int
-    num_bytes: int
-
-
-@dataclass
-class _Storage:
-    """Count the holders of a storage's parts, which may overlap."""
-
-    total_bytes: int
-    holders: Counter[_View] = field(default_factory=Counter)
-
-    def num_bytes(self) -> int:
-        return min(self.total_bytes, sum(view.num_bytes for view in self.holders))
-
-
-class KeptMemory:
-    """Count the activations of one stage that graphs saved or that wait as inputs.
-
-    Each memory counts once, however many graphs and views hold it. Parameters and their views
-    do not count: they are there anyway. Not seen are tensors that a layer keeps in its own
-    saved-tensor hooks, or in an autograd.Function without `save_for_backward`.
-
-    Attributes:
-        peak_bytes: the most kept since it was last set.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._num_bytes = 0
-        self._storages: dict[int, _Storage] = {}
-        self._inputs: list[_View] = []
-        # A graph may be freed by any thread, and amid a count: what it lets go of waits here.
-        self._released: deque[_View] = deque()
-
-    @property
-    def num_bytes(self) -> int:
-        while self._released:
-            self._let_go(self._released.popleft())
-        return self._num_bytes
-
-    def counting(self) -> AbstractContextManager[Any]:
-        """Count what graphs built inside save, until they let go of it."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-
-    def set_inputs(self, tensors: Sequence[Tensor | None]) -> None:
-        """Count these tensors, too, until the next call; they are not kept from being freed."""
-        self._released.extend(self._inputs)
-        self._inputs = [self._keep(tensor) for tensor in tensors if tensor is not None]
-
-    def _pack(self, tensor: Tensor) -> _Saved:
-        # Detached, because a graph must not hold its own output.
-        saved = _Saved(tensor.detach(), tensor._version)
-        base = tensor if tensor._base is None else tensor._base
-        if not isinstance(base, nn.Parameter):
-            weakref.finalize(saved, self._released.append, self._keep(tensor))
-        return saved
-
-    def _keep(self, tensor: Tensor) -> _View:
-        if tensor.layout is torch.strided:
-            whole = tensor.untyped_storage()
-            view = _View(whole.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-            total_bytes = whole.nbytes()
-        else:
-            # Other layouts have several storages; the tensor stands for them.
-            view, total_bytes = _View(id(tensor), 0, tensor.nbytes), tensor.nbytes
-        kept_bytes = self.num_bytes
-        storage = self._storages.setdefault(view.storage, _Storage(total_bytes))
-        before = storage.num_bytes()
-        storage.holders[view] += 1
-        self._num_bytes = kept_bytes + storage.num_bytes() - before
-        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
-        return view
-
-    def _let_go(self, view: _View) -> None:
-        storage = self._storages[view.storage]
-        before = storage.num_bytes()
-        storage.holders[view] -= 1
-        if not storage.holders[view]:
-            del storage.holders[view]
-        self._num_bytes += storage.num_bytes() - before
-        if not storage.holders:
-            del self._storages[view.storage]
-
-
-@dataclass(eq=False)
-class _Saved:
-    """Hold a saved tensor in a graph; its end tells that the graph let go of it."""
-
-    tensor: Tensor
-    version: int
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    # torch leaves this check to the hooks where there are any.
-    if saved.tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a {tuple(saved.tensor.shape)} tensor is at version "
-            f"{saved.tensor._version}; expected version {saved.version}"
-        )
-    return saved.tensor
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Sum up one stage: in which part of the steps' time it computed, and the most it kept.
+    """Sum up one stage: the part of the steps' time in which it computed, and the most it kept.
 
-    That is micro-batches of which it kept anything, or a graph, and bytes of activations.
+    Args:
+        peak_in_flight: micro-batches of which it kept anything.
+        peak_graphs: micro-batches of which it kept a graph.
+        peak_bytes: activations.
     """
 
     stage: int
@@ -143,9 +30,10 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class LinkSummary:
-    """Sum up what crossed between two stages in a step, on average; skips pass by neighbours.
+    """Sum up what crossed between two stages in a step, on average.
 
-    Of activations (up) and gradients (down) what is not copied was handed over in shared memory.
+    Stages with a link may be no neighbours: skips go straight. Activations go up, gradients down.
+    Bytes that were not copied were handed over in shared memory.
     """
 
     below: int
@@ -160,13 +48,13 @@ class Summary:
     """Sum up a trace; `str` gives tables.
 
     Args:
-        schedule: a name of `SCHEDULES`, "forward only", or "another order", as of a step that
-            failed.
-        step_s: mean time from a step's first span to its last; between a forward and a backward
-            of its own the caller's work counts.
+        schedule: a name of `SCHEDULES`, "forward only", "1f1b without flushes" or "another
+            order", such as a failed step's.
+        step_s: mean time from a step's first span to its last, the caller's work between forward
+            and backward included.
         bubble: part of the stages' time in which they did not compute.
-        formula_bubble: (K-1) / (M+K-1) of K stages and M micro-batches: the same if all forwards
-            took one time, and all backwards (Huang et al., GPipe, 2019).
+        formula_bubble: (K-1) / (M+K-1) for K stages and M micro-batches, if all forwards took
+            equal times, and all backwards (Huang et al., GPipe, 2019).
         stages, links: from the first stage on.
     """
 
@@ -241,9 +129,10 @@ def summarize(spans: Sequence[Span]) -> Summary:
 
 
 def _recognize(ran: dict[int, StageProgram], num_micro_batches: int, recomputed: set[int]) -> str:
-    """Name the schedule that orders instructions as they were measured."""
+    """Name the schedule whose order the measured instructions follow."""
     size = (max(ran) + 1, num_micro_batches)
     known = {name: make(*size, recomputed=recomputed) for name, make in SCHEDULES.items()}
+    # Learned from the spans, because processes record them without knowing the schedule's name.
     known["forward only"] = forward_only((1,) * size[0], num_micro_batches)
     if num_updates := sum(ins.op is Op.UPDATE for ins in ran[max(ran)]):
         batch = num_micro_batches // num_updates
@@ -283,3 +172,29 @@ def _links(spans: Sequence[Span], num_steps: int) -> tuple[LinkSummary, ...]:
             )
         )
     return tuple(links)
+
+
+_NUMBER = re.compile(r"([0-9.]+( ?[A-Za-z%]+)?)?|none")
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns under the names in the first row: words to the left, numbers to the right.
+
+    A number may have a unit; empty cells and "none" count as numbers. Rows may lack their last
+    cells.
+    """
+    columns = [list(column) for column in zip_longest(*rows, fillvalue="")]
+    for column in columns:
+        width = max(map(len, column))
+        is_number = all(map(_NUMBER.fullmatch, column[1:]))
+        column[:] = [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def as_bytes(count: float) -> str:
+    """Write bytes with a unit that leaves one to four digits before the point."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

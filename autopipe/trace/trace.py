@@ -1,9 +1,8 @@
 """Trace steps: when each stage ran which instruction, what it kept, and what was under way.
 
-As text a trace is drawn with one row a stage. By instruction, each is one tick long and as early
-as the order that was measured allows; a trace of the schedule "gpipe" then gives the very grid of
-`autopipe.schedule.draw`. By time, each column is as long as the others; `=` goes on with what
-began, `.` is idle:
+A trace is drawn as text, one row a stage. Without a width, each instruction is one tick long, as
+in `autopipe.schedule.draw`. With a width, columns are equal times; `=` continues an instruction,
+`.` is idle:
 
     stage 0  F0====F1===.......B1======.B0====
     stage 1  ......F0===F1====B1=====B0=====..
@@ -28,13 +27,12 @@ from autopipe.trace.summary import Summary, summarize
 class Trace:
     """Hold the spans of the steps that ran while it was open.
 
-    Run a step before: the first one of a process also pays for what torch sets up once. A trace
-    keeps no tensor alive. On CUDA devices all times are the device's, and reading them waits
-    for it; stages that share a stream there are busy with each other's work, too. On the CPU a
-    stage whose thread waits for a core is busy: trace with no more stages than cores.
+    Run a step before: a process's first step also pays for what torch sets up once. A trace keeps
+    no tensor alive. On CUDA devices times are the device's, and reading them waits for it. Stages
+    that share a stream count as busy with each other's work. On the CPU a stage whose thread waits
+    for a core counts as busy: trace with no more stages than cores.
 
-    Stages in processes have a `Recorder` each, for `run_program`; `Trace.of` takes all their
-    spans.
+    Stages in processes have a `Recorder` each, for `run_program`; `Trace.of` joins their spans.
     """
 
     def __init__(self) -> None:
@@ -44,13 +42,14 @@ class Trace:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Trace:
-        """Put spans together, of stages that may have run in several processes of one machine."""
+        """Join the spans of stages, also of stages in several processes of one machine."""
         trace = cls()
         trace._spans = list(spans)
         return trace
 
     def recorder(self, stage: int, *, device: torch.device | None = None) -> Recorder:
-        """Return a new recorder, for a stage's next mini-batch, whose spans belong here."""
+        """Return a new recorder for a stage's next mini-batch; its spans become the trace's."""
+        # Each stage has a recorder for each mini-batch, so counting its own numbers the steps.
         step = sum(recorder.stage == stage for recorder in self._recorders)
         self._recorders.append(Recorder(stage, step=step, device=device, clocks=self._clocks))
         return self._recorders[-1]
@@ -74,7 +73,7 @@ class Trace:
 
         Args:
             width: columns over which to spread the time. None draws the order alone, one tick an
-                instruction as `autopipe.schedule.draw` does, and parts mini-batches by a bar.
+                instruction, with a bar between mini-batches.
         """
         if width is not None:
             return _time_grid(self.spans, width)
@@ -91,11 +90,11 @@ class Trace:
         return summarize(self.spans)
 
     def save_chrome(self, path: str | Path) -> None:
-        """Write a file for ui.perfetto.dev or chrome://tracing."""
+        """Write a JSON file for ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(chrome_trace(self.spans)))
 
     def save_picture(self, path: str | Path) -> None:
-        """Draw the stages over time; the path's ending tells the format, such as .png or .svg.
+        """Draw the stages over time; the path's suffix, such as .png or .svg, sets the format.
 
         Raises:
             ValueError: nothing was computed.
@@ -104,7 +103,7 @@ class Trace:
 
 
 def _time_grid(spans: Sequence[Span], width: int) -> str:
-    """Draw the spans that compute over time, on so many columns, with a scale below."""
+    """Draw the spans that compute over `width` columns of time, with a scale below."""
     if width < 1:
         raise ValueError(f"a grid of {width} columns cannot be drawn; give at least 1")
     if not spans:
@@ -113,6 +112,7 @@ def _time_grid(spans: Sequence[Span], width: int) -> str:
     total_s = max(max(span.end_s for span in spans) - start_s, 1e-12)
     rows: dict[int, list[str]] = {stage: ["."] * width for stage in programs(spans)}
     for span in sorted((s for s in spans if s.is_compute), key=lambda s: s.start_s):
+        # However short, a span gets one column, also at the right edge.
         first = min(width - 1, round((span.start_s - start_s) / total_s * width))
         last = min(width, max(first + 1, round((span.end_s - start_s) / total_s * width)))
         rows[span.stage][first:last] = span.label.ljust(last - first, "=")[: last - first]

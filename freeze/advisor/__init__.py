@@ -1,4 +1,4 @@
-"""Advise which layers of anybody's training run could freeze, and what that would save.
+"""Advise which layers of any training run could freeze, and what that would save.
 
 callbacks: FreezeAdvisor (transformers), LightningFreezeAdvisor
     └─► observer ─► step_times: what a step's layers cost
@@ -23,7 +23,7 @@ _LAZY = {"FreezeAdvisor": "transformers_callback", "LightningFreezeAdvisor": "li
 
 
 def __getattr__(name: str) -> Any:
-    """Import a callback where it is asked for: each needs its own framework."""
+    """Import a callback only when asked: each needs its own framework."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"freeze.advisor.{_LAZY[name]}"), name)

@@ -14,12 +14,9 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Look:
-    """Hold what one look at the layers found.
+    """Hold what one look found: layers frozen, or to freeze, by a step, and relative updates.
 
-    Args:
-        step: after which it was taken.
-        num_frozen: layers that the policy would have frozen by now, or has.
-        updates: each layer's relative update per step; None where it does not train.
+    An update is None if its layer does not train.
     """
 
     step: int
@@ -30,13 +27,9 @@ class Look:
 
 @dataclass(frozen=True)
 class Advice:
-    """Hold what was seen of a run so far.
+    """Hold what was seen of a run so far: looks, oldest first, and a step's costs, if timed.
 
-    Args:
-        num_layers: that can freeze.
-        acted: whether layers were frozen, or only watched.
-        looks: oldest first.
-        costs: of a step's layers; None where too few steps were watched.
+    If it `acted`, layers were frozen; else they were only watched.
     """
 
     num_layers: int
@@ -46,16 +39,14 @@ class Advice:
 
     @property
     def num_frozen(self) -> int:
-        """Return how many layers are, or should be, frozen by now."""
         return self.looks[-1].num_frozen if self.looks else 0
 
     @property
     def since(self) -> int:
-        """Return the step since which that holds."""
-        same = self.num_frozen
+        """Return the step since which at least `num_frozen` layers were."""
         begin = 0
         for look in reversed(self.looks):
-            if look.num_frozen < same:
+            if look.num_frozen < self.num_frozen:
                 break
             begin = look.step
         return begin
@@ -76,7 +67,7 @@ class Advice:
         return f"{text}: {does} {plain:.0%} of each step, {cached:.0%} with a cache"
 
     def write(self, folder: Path) -> None:
-        """Write freeze_advice.json, and freeze_advice.png; warn where matplotlib is missing."""
+        """Write freeze_advice.json, and freeze_advice.png; warn if matplotlib is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         values = {**asdict(self), "text": str(self)}
         (folder / "freeze_advice.json").write_text(json.dumps(values, indent=1))
@@ -86,8 +77,8 @@ class Advice:
             _LOGGER.warning("freeze_advice.png is not drawn, as matplotlib is missing: %s", error)
 
     def draw(self, path: Path) -> None:
-        """Draw every layer's relative updates, dark for the bottom ones, and what is quiet."""
-        from matplotlib import colormaps  # Loaded where something is drawn.
+        """Draw every layer's relative updates, the bottom layers dark, and the quiet layers."""
+        from matplotlib import colormaps  # Optional, and slow to import.
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 5), dpi=110, layout="constrained")

@@ -16,15 +16,14 @@ _LOGGER = logging.getLogger(__name__)
 class LightningFreezeAdvisor(Observer, Callback):
     """Say which bottom layers of a run are quiet, and what freezing them would save.
 
-    As `FreezeAdvisor`; its state is part of Lightning's checkpoint, so that a resumed run freezes
-    the same layers again, and no others. The advice goes to the trainer's default_root_dir. A step
-    that a scaler of gradients has skipped is known by the scale, which it then lowers.
+    It works as `FreezeAdvisor`. Its state is part of Lightning's checkpoint, so a resumed run
+    freezes the same layers again. The advice goes to the trainer's default_root_dir.
 
     Args:
         policy, every_steps, act, layers: see `Observer`.
     Raises:
-        ValueError: at the start: layers are to freeze in several processes, or nothing says how
-            long the training is.
+        ValueError: at the start: it is to freeze in several processes, or the length of the
+            training is not known.
     """
 
     _seen = 0
@@ -39,7 +38,7 @@ class LightningFreezeAdvisor(Observer, Callback):
                 f"{trainer.num_training_batches} batches an epoch do not say; give max_steps, or "
                 "max_epochs with a dataset that has a length, or with limit_train_batches"
             )
-        # Of data without a length all steps are one epoch.
+        # Data without a length counts as one epoch.
         per_epoch = math.ceil(
             min(steps, trainer.num_training_batches / trainer.accumulate_grad_batches)
         )
@@ -53,7 +52,6 @@ class LightningFreezeAdvisor(Observer, Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the layers, where a step was taken and a look is due."""
         if trainer.global_step == self._seen:
             return  # Gradients are still being accumulated.
         self._seen = trainer.global_step
@@ -64,12 +62,10 @@ class LightningFreezeAdvisor(Observer, Callback):
             _LOGGER.info("step %d: %s", self._seen, self.advice)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note the metrics, for policies that look at them."""
         if not trainer.sanity_checking:
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.end_evaluation(trainer.global_step, found)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log and write the advice."""
         if trainer.is_global_zero:
             self.publish(trainer.default_root_dir)

@@ -31,10 +31,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def learning_rates(groups: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the largest learning rate of an optimizer's groups: now, and of the schedule.
-
-    Schedulers leave their own start in the groups, and OneCycleLR its height, too.
-    """
+    """Return the largest learning rate of an optimizer's groups: now, and of the schedule."""
+    # Schedulers leave their first rate in the groups, and OneCycleLR its largest one, too.
     now = max(float(group["lr"]) for group in groups)
     known = [group[key] for group in groups for key in ("initial_lr", "max_lr") if key in group]
     return now, max([now, *map(float, known)])
@@ -45,18 +43,17 @@ def _scale_of(scaler: Any) -> float:
 
 
 class Observer:
-    """Look at a model's layers every so many steps; freeze them in place if asked to act.
+    """Look at a model's layers every few steps; freeze them in place if asked to act.
 
-    What it costs: a copy of the weights, a comparison with it at each look, and hooks on the first
-    few steps.
+    It costs a copy of the weights, a comparison at each look, and hooks on the first few steps.
 
     Args:
         policy: asked at each look, with relative updates as signal; `QuietUpdates()` by default.
         every_steps: steps between two looks.
-        act: freeze what the policy says, instead of saying it.
+        act: whether to freeze what the policy says.
         layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
     Raises:
-        ValueError: every_steps is less than 1, there are no layers, or the policy wants another
+        ValueError: every_steps is less than 1, there are no layers, or the policy needs another
             signal, or sets learning rates; later, it lets layers rest.
     """
 
@@ -92,7 +89,7 @@ class Observer:
         self._unused = json.dumps(self.state_dict())
 
     def refuse_wrapped(self, num_processes: int) -> None:
-        """Raise a ValueError where layers are to freeze that several processes train."""
+        """Raise a ValueError if it is to freeze in several processes."""
         if self.acts and num_processes > 1:
             raise ValueError(
                 f"{type(self).__name__}(act=True) cannot freeze what DistributedDataParallel has "
@@ -100,24 +97,22 @@ class Observer:
             )
 
     def forget(self) -> None:
-        """Forget a run that was watched before, as another one begins; before `begin`."""
+        """Forget a run that was watched before; call it before `begin`."""
         self.load_state_dict(json.loads(self._unused))
 
     def begin(
         self, model: nn.Module, *, max_steps: int, steps_per_epoch: int, scaler: Any = None
     ) -> None:
-        """Begin to watch a model that is about to train; what was frozen before freezes again.
+        """Begin to watch a model; in a resumed run its frozen layers freeze again.
 
-        Args:
-            model: not wrapped by DistributedDataParallel where layers are to freeze.
-            scaler: a `GradScaler`, if there is one.
+        The model must not be wrapped if layers are to freeze. `scaler` is a `GradScaler`.
         """
         if self._times is not None:
-            self._times.close()  # Of a run that failed.
+            self._times.close()  # A run that failed left its hooks.
             self._times = None
         self._scaler, self._scale = scaler, _scale_of(scaler)
         self._blocks = list(self._given) if self._given is not None else find_layers(model)
-        # What an earlier run froze of the same model, and was forgotten, thaws.
+        # Also with nothing frozen, if the model is the last run's: then its frozen layers thaw.
         if self.acts and (self._since or model is self._model):
             apply(model, len(self._since), layers=self._blocks)
         if self._costs is None and not (self.acts and self._since):
@@ -127,10 +122,10 @@ class Observer:
         self._begin_interval()
 
     def end_update(self, *, skipped: bool = False) -> None:
-        """Note that the optimizer has taken its step, or has `skipped` it: no weight moved.
+        """Note the end of an optimizer's step; if `skipped`, no weight moved.
 
-        A scaler that skips a step lowers its scale. That the optimizer's step was called says
-        nothing: fused ones are, and skip it themselves.
+        A scaler that skips a step lowers its scale. Whether the optimizer's step was called says
+        nothing, as fused optimizers skip it themselves.
         """
         before, self._scale = self._scale, _scale_of(self._scaler)
         skipped = skipped or self._scale < before
@@ -143,13 +138,9 @@ class Observer:
     def end_step(
         self, step: int, *, learning_rate: float, peak_learning_rate: float | None = None
     ) -> Look | None:
-        """Note the end of a step; return what was found where a look is due.
+        """Note that `step` steps are done; return a look if one is due.
 
-        Args:
-            step: how many are done.
-            learning_rate: of the next.
-            peak_learning_rate: the largest of the training, as far as it is known; what a policy
-                sees is never below a rate that was seen.
+        `learning_rate` is the next step's, `peak_learning_rate` the largest, as far as known.
         """
         self._peak = max(self._peak, learning_rate, peak_learning_rate or 0.0)
         if self._coming_rate is not None:
@@ -166,20 +157,17 @@ class Observer:
         return look
 
     def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note what was found by an evaluation after so many steps, for policies to look at.
-
-        Those of several data sets are kept by their names.
-        """
+        """Note an evaluation's results, for policies."""
+        # Joined: evaluations of several data sets have metrics of different names.
         self._metrics |= metrics
         self._evaluated_at = step
 
     def end(self) -> Advice:
-        """Return what is known at the end of the training."""
         self._stop_timing()
         return self.advice
 
     def publish(self, folder: str) -> None:
-        """End, log the advice, and write it into a folder."""
+        """End, log the advice, and write it to a folder."""
         advice = self.end()
         _LOGGER.warning("%s", advice)
         advice.write(Path(folder))
@@ -190,7 +178,7 @@ class Observer:
         return Advice(layers, self.acts, tuple(self._looks), self._costs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, serialisable as JSON."""
+        """Return what a resumed run needs, serialisable as JSON."""
         return {
             "policy": self._policy.state_dict(),
             "since": list(self._since),
@@ -266,12 +254,12 @@ class Observer:
         self._has_gradient.clear()
 
     def _updates(self) -> tuple[float | None, ...]:
-        """Return each layer's relative change an update; None where nothing is known.
+        """Return each layer's relative change per update; None if not known.
 
-        Without a gradient a layer moves by weight decay alone, which says nothing of it.
+        A layer without a gradient moves by weight decay alone, which does not count.
         """
         squares = self._changes.squares() if self._num_updates else {}
-        # Where no layer has one any more, the loop has let go of them before it told of the step.
+        # If no layer has a gradient, the loop freed them all before it reported the step.
         still = [i for i, has in enumerate(self._has_gradient) if not has]
         for index in still if any(self._has_gradient) else ():
             squares.pop(str(index), None)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-from freeze.advisor.frozen_forward_time import can_run_apart, frozen_forward_s
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 _TIMED_STEPS, _TRIALS = 6, 3
-"""Steps that are timed, and in which blocks run as if frozen; the first step is of the latter."""
+"""Steps that are timed, and steps in which blocks run as if frozen; the first step is a trial."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class StepCosts:
     """Hold the seconds of a step.
 
     Args:
-        forward_s, backward_s, update_s: by layer; an embedding's are in layer 0's. Updates are
-            split as the times to copy the weights.
-        frozen_s: forwards of frozen layers, which need neither dropout nor a graph.
+        forward_s, backward_s, update_s: by layer, the embedding's in layer 0's. The update is
+            split in proportion to the times to copy the weights.
+        frozen_s: by layer, its forward without dropout and without a graph.
     """
 
     step_s: float
@@ -41,10 +40,9 @@ class StepCosts:
     frozen_s: tuple[float, ...]
 
     def saved_share(self, num_frozen: int, *, cached: bool) -> float:
-        """Return the share of a step that freezing so many layers saves.
+        """Return the share of a step that freezing saves.
 
-        Frozen layers have neither a backward nor an update, and a shorter forward; with their
-        activations cached no forward either.
+        Frozen layers have no backward and no update, and a shorter forward; cached, none.
         """
         kinds = [self.forward_s, self.backward_s, self.update_s]
         saved_s = sum(sum(own[:num_frozen]) for own in kinds)
@@ -52,15 +50,10 @@ class StepCosts:
 
 
 class StepTimes:
-    """Watch a model's steps: micro-batches add up, and a repeated forward counts as backward.
+    """Watch a model's steps; micro-batches add up, and a repeated forward counts as backward.
 
-    In the first step, which is not timed, and the last few, each block runs once more behind its
-    forward, as if it were frozen. On CUDA every mark waits for the device, which slows these few
-    steps.
-
-    Args:
-        model: what is called in the loop, or what that wraps.
-        blocks: its layers, bottom first; they train.
+    In trial steps each block runs once more behind its forward, as if it were frozen. On CUDA
+    every mark waits for the device, which slows the few steps watched.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -73,16 +66,20 @@ class StepTimes:
         self._trials: list[list[float]] = []
         self._in_backward, self._evaluates, self._depth = False, False, 0
         self._began: float | None = None
-        self._hooks = []
-        # A loop may call the model, or only a part of it that holds the blocks.
+        self._hooks: list[RemovableHandle] = []
+        # The loop may call the model, or only a part of it that holds the blocks.
         for module in _ancestors(model, blocks[0]):
-            self._hooks.append(module.register_forward_pre_hook(self._begin_forward))
-            end = module.register_forward_hook(self._end_forward, always_call=True)
-            self._hooks.append(end)
+            self._hooks += [
+                module.register_forward_pre_hook(self._begin_forward),
+                # Also after an exception, or the depth would stay wrong.
+                module.register_forward_hook(self._end_forward, always_call=True),
+            ]
         for index, block in enumerate(blocks):
             into, after = partial(self._in_block, index), partial(self._after_block, index)
-            self._hooks.append(block.register_forward_pre_hook(into))
-            self._hooks.append(block.register_forward_hook(after, with_kwargs=True))
+            self._hooks += [
+                block.register_forward_pre_hook(into),
+                block.register_forward_hook(after, with_kwargs=True),
+            ]
 
     def end_update(self) -> None:
         self._mark("updated", 0)
@@ -98,11 +95,10 @@ class StepTimes:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether more steps would tell nothing more."""
         return len(self._steps) >= _TIMED_STEPS and len(self._trials) >= _TRIALS
 
     def close(self) -> StepCosts | None:
-        """Take the hooks away; return the medians of the steps, None where there was none."""
+        """Remove the hooks; return the medians of the steps, None without a step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -110,7 +106,7 @@ class StepTimes:
             return None
         step_s, embedding_s, update_s, *each = _medians(self._steps)
         forward, backward = each[: self._num], each[self._num :]
-        # Of a block that cannot run apart it is not known that it would be faster.
+        # A block that cannot run apart has no trial: it counts as no faster when frozen.
         frozen = [
             min(own, trial) if trial > 0 else own
             for own, trial in zip(forward, _medians(self._trials), strict=True)
@@ -124,13 +120,11 @@ class StepTimes:
             (frozen[0] + embedding_s, *frozen[1:]),
         )
 
-    def _copy_s(self, weights: Sequence[nn.Parameter], *, repeats: int = 3) -> float:
-        """Return the seconds to write as many new values as an optimizer does for intermediates.
-
-        Large ones take longer than their number says, as fresh memory has to be found for them.
-        """
+    def _copy_s(self, weights: Sequence[nn.Parameter]) -> float:
+        """Return the median seconds to copy these weights."""
+        # Copies, as an optimizer's intermediates are new tensors: large ones take long to map.
         seconds = []
-        for _ in range(repeats):
+        for _ in range(3):
             start = self._now()
             for weight in weights:
                 weight.detach().clone()
@@ -145,29 +139,28 @@ class StepTimes:
         self._depth += 1
 
     def _in_block(self, index: int, *_: object) -> None:
-        # Checkpointed blocks run again within the backward.
+        # A checkpointed block runs again within the backward.
         if not self._in_backward:
             self._mark("block", index)
 
     def _after_block(
         self, index: int, block: nn.Module, inputs: Any, options: Any, output: Any
     ) -> None:
-        # Not a module's backward hook, which would hand on a view that nobody may write into.
+        # Not a module's backward hook: its outputs would be views that no code may write to.
         first = next((one for one in tree_leaves(output) if _has_gradient(one)), None)
         if first is not None:
             first.register_hook(partial(self._back_in_block, index))
         if self._trial is None or self._in_backward or not block.training:
             return
-        seconds = math.nan
-        if can_run_apart(block):
-            seconds = frozen_forward_s(block, inputs, options, self._now)
+        can_run = _can_run_apart(block)
+        seconds = _frozen_forward_s(block, inputs, options, self._now) if can_run else math.nan
         self._trial[index] += seconds
 
     def _end_forward(self, *_: object) -> None:
         self._depth -= 1
         self._mark("head", 0)
         if self._depth == 0 and self._evaluates:
-            # The step begins behind it.
+            # An evaluation is no part of the step: the step begins behind it.
             self._began, self._marks = self._now(), []
 
     def _back_in_block(self, index: int, *_: object) -> None:
@@ -190,11 +183,10 @@ class StepTimes:
         return time.perf_counter()
 
     def _timed(self, step_s: float) -> list[float]:
-        """Add a step's marks up, of which each lasts to the next one.
+        """Add up a step's marks; each lasts to the next one.
 
         Returns:
-            the seconds of the step, the embedding, the update, the blocks' forwards and their
-            backwards.
+            seconds of the step, the embedding, the update, and the blocks' forwards and backwards.
         """
         forward, backward = [0.0] * self._num, [0.0] * self._num
         embedding = update = 0.0
@@ -207,7 +199,7 @@ class StepTimes:
             elif kind == "back":
                 backward[index] += end - begin
             elif kind == "between":
-                # Clipping and the optimizer's step; before another micro-batch there is neither.
+                # The last counts: only behind the last micro-batch there is an update.
                 update = end - begin
         return [step_s, embedding, update, *forward, *backward]
 
@@ -221,7 +213,6 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _ancestors(model: nn.Module, block: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold a block, the model first."""
     return [
         module
         for module in model.modules()
@@ -230,9 +221,9 @@ def _ancestors(model: nn.Module, block: nn.Module) -> list[nn.Module]:
 
 
 def _trained_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Return each block's trained weights, and behind the last one's all others.
+    """Return each block's trained weights, then all others.
 
-    What is registered before the first block is an embedding's, and so the first block's.
+    Weights registered before the first block, an embedding's, count as the first block's.
     """
     of_block = {p: index for index, block in enumerate(blocks) for p in block.parameters()}
     weights: list[list[nn.Parameter]] = [[] for _ in range(len(blocks) + 1)]
@@ -242,3 +233,52 @@ def _trained_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list
         if parameter.requires_grad:
             weights[of_block.get(parameter, owner)].append(parameter)
     return weights
+
+
+def _can_run_apart(block: nn.Module) -> bool:
+    """Tell whether a block's forward can run once more by itself."""
+    # Sharded parameters are gathered for the block's own forward alone.
+    whole = all(type(p) is nn.Parameter and p.numel() for p in block.parameters())
+    # A compiled block would be compiled anew.
+    compiled = any(
+        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        for module in block.modules()
+    )
+    return whole and not compiled and not torch.compiler.is_compiling()
+
+
+@torch.no_grad()
+def _frozen_forward_s(
+    block: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], now: Callable[[], float]
+) -> float:
+    """Run a block once more, without dropout and without a graph; return its seconds.
+
+    No hook fires; modes, buffers and random numbers are as before.
+    """
+    modes = [(module, module.training) for module in block.modules()]
+    # On copies: a forward may change its inputs and buffers, which autograd has kept.
+    buffers = [
+        (module, name, buffer)
+        for module in block.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    args, kwargs = tree_map(_copied, (inputs, dict(options)))
+    devices = {p.device for p in block.parameters() if p.is_cuda}
+    with torch.random.fork_rng([device.index for device in devices]):
+        try:
+            for module, _ in modes:
+                module.training = False
+            for module, name, buffer in buffers:
+                module._buffers[name] = _copied(buffer)
+            start = now()
+            block.forward(*args, **kwargs)
+            return now() - start
+        finally:
+            for module, training in modes:
+                module.training = training
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

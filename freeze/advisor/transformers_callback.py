@@ -11,7 +11,7 @@ from transformers.trainer_utils import has_length
 
 from freeze.advisor.observer import Observer, learning_rates
 
-# Not a class's name: for those transformers may build the callback anew, without its arguments.
+# Not a class's name: for a class transformers may build the callback anew, without arguments.
 _STATE = "freeze_advisor"
 _LOGGER = logging.getLogger(__name__)
 
@@ -20,19 +20,16 @@ class FreezeAdvisor(Observer, TrainerCallback):
     """Say which bottom layers of a run are quiet, and what freezing them would save.
 
     At the end the advice is logged, and written to the output folder as freeze_advice.json and
-    .png. Without `act` the run is what it is without the callback. With `act` layers freeze where
-    they are; a resumed run freezes them again, as the advisor's state is in each checkpoint's
-    trainer_state.json.
+    .png. Without `act` the callback changes nothing. With `act` layers freeze in place. A resumed
+    run freezes them again, as each checkpoint's trainer_state.json holds the advisor's state.
 
     Args:
         policy, every_steps, act, layers: see `Observer`.
     Raises:
-        ValueError: at the start: layers are to freeze in several processes, where the model is
-            wrapped by then.
+        ValueError: at the start: it is to freeze in several processes.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch; a resumed run goes on from its checkpoint's state."""
         self.refuse_wrapped(args.world_size)
         self.forget()
         if state.global_step:
@@ -45,19 +42,17 @@ class FreezeAdvisor(Observer, TrainerCallback):
             scaler=getattr(kwargs["optimizer"], "scaler", None),
         )
         if self.acts and args.gradient_checkpointing and not _is_reentrant(args):
-            # An embedding's output that wants a gradient keeps frozen layers' backward running.
+            # Else the embedding's output wants a gradient, and frozen layers run their backward.
             kwargs["model"].disable_input_require_grads()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the end of the update, which the scaler of gradients may have skipped."""
         # DeepSpeed has its own scaler.
         self.end_update(skipped=getattr(kwargs["optimizer"], "step_was_skipped", False))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the layers, where that is due."""
         rate, peak = learning_rates(kwargs["optimizer"].param_groups)
         look = self.end_step(state.global_step, learning_rate=rate, peak_learning_rate=peak)
-        # A checkpoint of this step is written after this, with all that this dict holds.
+        # A checkpoint of this step is written later, and holds this dict.
         state.stateful_callbacks[_STATE] = self.state_dict()
         if look is not None and state.is_world_process_zero:
             _LOGGER.info("step %d: %s", state.global_step, self.advice)
@@ -65,12 +60,10 @@ class FreezeAdvisor(Observer, TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Note the metrics, for policies that look at them."""
         self.end_evaluation(state.global_step, metrics or {})
         state.stateful_callbacks[_STATE] = self.state_dict()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log and write the advice."""
         if state.is_world_process_zero:
             self.publish(args.output_dir)
 
@@ -87,12 +80,12 @@ class FreezeAdvisor(Observer, TrainerCallback):
 
 
 def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
-    """Return the steps of an epoch; of data without a length all steps are one."""
+    """Return the steps of an epoch; data without a length counts as one epoch."""
     if not has_length(loader):
         return int(state.max_steps)
     return math.ceil(len(loader) / args.gradient_accumulation_steps)
 
 
 def _is_reentrant(args: Any) -> bool:
-    """Tell whether checkpointed layers learn only where their input wants a gradient."""
+    # Then checkpointed layers learn only if their input wants a gradient.
     return bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))

@@ -9,12 +9,13 @@ from freeze.policy import FreezeContext
 
 
 def grown(context: FreezeContext, most: float, is_quiet: Callable[[int], bool]) -> int:
-    """Return how many layers are frozen once those above that are all quiet freeze, too.
+    """Return how many layers are frozen once the quiet layers above freeze, too.
 
-    Layers without weights that train go with the next one above that has some.
+    A layer without trainable weights freezes with the next layer above that has some.
 
     Args:
-        is_quiet: asked for layers with weights, from the bottom, until one is not.
+        most: layers from this index on never freeze.
+        is_quiet: asked for layers with weights, from the bottom, until one is not quiet.
     """
     num_frozen = context.num_frozen
     for layer in context.layers[num_frozen:]:
@@ -26,7 +27,7 @@ def grown(context: FreezeContext, most: float, is_quiet: Callable[[int], bool]) 
 
 
 def rounded_up(level: float) -> int:
-    # A sum of products that is 6 on paper may come out as 6.0000000001: no seventh layer for that.
+    # A level that is 6 on paper may come out as 6.0000000001, which must not freeze a 7th layer.
     return math.ceil(level - 1e-6)
 
 
@@ -42,10 +43,7 @@ def checked_limit(max_frozen: int | None) -> float:
 
 
 def metric_sign(name: str, greater_is_better: bool | None) -> int:
-    """Return 1 where more of a metric is better, else -1; None goes by its name.
-
-    More is better then, unless the name ends in "loss".
-    """
+    """Return 1 if more of a metric is better, else -1; for None, -1 if its name ends in "loss"."""
     if greater_is_better is None:
         greater_is_better = not name.endswith("loss")
     return 1 if greater_is_better else -1

@@ -15,10 +15,10 @@ from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 class AutoFreeze(FreezePolicy):
     """Freeze the bottom layers whose gradients change less than those of most active layers.
 
-    r_l = |G_l' - G_l| / G_l', where G_l is the L1 norm of the gradient that layer l has added up
-    since the last decision, and G_l' that of the interval before. The active layers below the
-    first one with r_l at or above the percentile of them all freeze. It never thaws. A layer whose
-    change is not known, or whose gradient is zero, stops it and takes no part in the percentile.
+    r_l = |G_l' - G_l| / G_l', where G_l is the L1 norm of layer l's accumulated gradient since the
+    last decision, and G_l' that of the interval before. The active layers below the first one with
+    r_l at or above their percentile freeze. Nothing thaws. A layer whose change is not known, or
+    whose gradient is zero, does not freeze and does not count in the percentile.
 
     Args:
         percentile: 0..100, of the active layers' changes; 50 is the median.

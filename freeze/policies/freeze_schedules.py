@@ -1,7 +1,7 @@
 """Freeze by a plan made beforehand: by epoch, by a closed form, evenly, or as learning rates end.
 
 Legend: L layers can freeze; T = 1, 2, ... counts decisions; L_f(T) is the real-valued number of
-frozen layers after decision T, and is rounded up only when it is applied.
+frozen layers after decision T, rounded up only when it is applied.
 
     closed form, L = 12    T   1  2  3  4  5  6  7
     alpha = 1/2                6  9 11 12 12 12 12
@@ -25,8 +25,8 @@ class FreezeSchedule(FreezePolicy):
     """Freeze an explicit number of layers per epoch; a smaller number later thaws.
 
     Args:
-        frozen_at: a sequence indexed by epoch, whose last entry holds on, or a mapping from the
-            epochs at which the number changes (before the first one nothing is frozen).
+        frozen_at: a sequence by epoch, whose last entry stays; or a mapping from the epochs at
+            which the number changes, with 0 before the first.
     Raises:
         TypeError: an epoch or a number is not an int.
         ValueError: the schedule is empty, or an epoch or a number is negative.
@@ -57,7 +57,7 @@ class FreezeSchedule(FreezePolicy):
             )
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        # Said at the first call, not in the middle of the training, where nobody asked before.
+        # Not every caller checks: an error at the first call is better than one in mid-training.
         self.check(context.num_layers)
         return FreezeDecision(self.at(context.epoch), f"schedule of epoch {context.epoch}")
 
@@ -69,8 +69,7 @@ class FreezeSchedule(FreezePolicy):
 class AlphaSchedule(FreezePolicy):
     """Freeze by epoch as the paper's rule does when the gradients never hold it back.
 
-    L_f(T) = L * (1 - (1 - alpha)^T), with T = epoch - start_epoch + 1. A function of the epoch
-    alone.
+    L_f(T) = L * (1 - (1 - alpha)^T), with T = epoch - start_epoch + 1.
 
     Args:
         alpha: share of the active layers that freezes per epoch, between 0 and 1, exclusive.
@@ -100,8 +99,8 @@ class Linear(FreezePolicy):
     """Freeze layers one after the other, at equal distances over a part of the run.
 
     Args:
-        begin, end: shares of the run, 0 <= begin < end <= 1: when the first layer freezes, and by
-            when `max_frozen` are frozen.
+        begin, end: shares of the run, 0 <= begin < end <= 1, at which the first and the last
+            layer freezes.
         max_frozen: layers frozen at the end; None leaves the last layer active.
     Raises:
         TypeError: `max_frozen` is not an int.
@@ -122,7 +121,7 @@ class Linear(FreezePolicy):
         most = min(most, context.num_layers)
         done = context.step / context.max_steps
         share = (done - self._begin) / (self._end - self._begin)
-        # The first layer freezes at `begin`, the last one at `end`.
+        # From 1 layer at `begin` to `most` at `end`; the 1e-6 below is for rounding errors.
         level = 1 + share * (most - 1) if share >= 0 and most else 0
         return FreezeDecision(int(min(level + 1e-6, most)), f"linear, at {done:.0%} of the run")
 
@@ -131,15 +130,15 @@ class Linear(FreezePolicy):
 class FreezeOut(FreezePolicy):
     """Let layer i's learning rate fall to zero at t_i of the run, and freeze it then.
 
-    t_i = (t0 + (1 - t0) i / L)^3; up to it the rate is the peak rate times
-    (1 + cos(pi t / t_i)) / 2, divided by t_i if `scaled`, so that each layer gets the same sum of
+    t_i = (t0 + (1 - t0) i / L)^3. Until then the rate is the peak rate times
+    (1 + cos(pi t / t_i)) / 2, divided by t_i if `scaled`: then each layer gets the same sum of
     rates. The head has t = 1. The run's own learning rate schedule is not used.
 
     Args:
         t0: when the first layer freezes, before cubing; between 0, exclusive, and 1.
     Raises:
         ValueError: t0 is out of its range.
-    Source: FreezeOut (2017), sections 2 and 3. Layers freeze at the first decision after t_i; the
+    Source: FreezeOut (2017), sections 2 and 3. Ours freezes at the first decision after t_i; the
         rate is zero meanwhile.
     """
 

@@ -13,15 +13,13 @@ from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 class PaperRule(FreezePolicy):
     """Freeze by the paper's rule: a share of the active layers, held back by the gradients.
 
-    L_f(T) = min(L_f(T-1) + alpha * (L - L_f(T-1)), argmin_l ||g_l(T)||), L_f(0) = 0, where g_l
-    is layer l's gradient and l runs over the active layers, numbered from 0: the layers below the
-    one with the smallest gradient may freeze, that one itself not yet. So the last layer never
-    freezes. Of equal gradients the lowest layer counts; layers without parameters, or whose
-    gradient is zero, do not.
-    It never thaws. Each call at step >= 1 is one decision T.
+    L_f(T) = min(L_f(T-1) + alpha * (L - L_f(T-1)), argmin_l ||g_l(T)||), L_f(0) = 0, where g_l is
+    layer l's gradient and l runs over the active layers, from 0. Only layers below the one with
+    the smallest gradient may freeze, so the last layer never does. Of equal gradients the lowest
+    layer counts. Layers without parameters, or with gradient zero, do not count.
 
-    If something else changed what is frozen since the last decision (a thaw, say), L_f starts
-    anew from that.
+    Each call at step >= 1 is one decision T. Nothing thaws. If something else changed what is
+    frozen, a thaw for instance, L_f starts anew from there.
 
     Args:
         alpha: share of the active layers that may freeze per decision, between 0 and 1, exclusive.
@@ -42,7 +40,7 @@ class PaperRule(FreezePolicy):
         self._num_decisions = 0
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
-        """Take decision T; at step 0 there is none.
+        """Take decision T; None at step 0.
 
         Raises:
             ValueError: the gradient norm of some active layers is missing or not finite.
@@ -66,7 +64,7 @@ class PaperRule(FreezePolicy):
 
 
 def _active_norms(context: FreezeContext) -> dict[int, float]:
-    """Map each active layer that has a gradient to its norm; {} if none was measured."""
+    """Return the gradient norm of each active layer, by index; {} if none was measured."""
     active = [
         layer
         for layer in context.layers[context.num_frozen :]

@@ -14,25 +14,25 @@ from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 class Plasticity(FreezePolicy):
     """Freeze the bottom layers whose plasticity has become flat; thaw all where the rate drops.
 
-    A layer's plasticity is how far its outputs for a fixed probe batch are from those at the start
-    of the run: the similarity-preserving loss, or 1 less linear CKA. It is flat where the slope of
-    the line through its last `window` values is below `tolerance` times the steepest one that the
-    layer has had. A value that is missing or not finite starts a layer's window anew.
+    A layer's plasticity is the distance of its outputs for a fixed probe batch from those at the
+    start of the run: the similarity-preserving loss, or 1 - linear CKA. Its slope is that of the
+    line through its last `window` values. It is flat if that is below `tolerance` times the
+    layer's steepest slope so far. A value that is missing or not finite starts a window anew.
 
     Args:
         tolerance: share of the steepest slope, above 0.
         measure: "similarity" or "cka".
         window: decisions that a slope is fitted to, at least 2.
         min_active: layers that never freeze.
-        thaw_drop: everything thaws, and is judged anew, where the learning rate falls by this
-            factor from one decision to the next, and by more than twice as much as before, as a
-            step schedule's does and no smooth decay's; None never thaws.
+        thaw_drop: all layers thaw, and start anew, when the learning rate falls by this factor
+            between two decisions, and by more than twice its fall before. So it does in a step
+            schedule, not in a smooth decay. None never thaws.
     Raises:
         TypeError: `min_active` is not an int.
         ValueError: an argument is out of its range.
-    Source: Egeria (EuroSys 2023), whose reference is a quantised copy of the model, renewed while
-        training, and whose probe is the step's own batch; ours are the start and a fixed batch,
-        so that plasticity grows from 0 and levels off.
+    Source: Egeria (EuroSys 2023). Its reference is a quantised copy of the model, renewed while
+        training, and its probe the step's own batch. Ours are the model at the start and a fixed
+        batch, so plasticity grows from 0 and levels off.
     """
 
     _remembered = ("values", "steepest", "rates")
@@ -80,7 +80,7 @@ class Plasticity(FreezePolicy):
         return FreezeDecision(num_frozen, f"plasticity's slope at layer {where}: {said}")
 
     def _has_dropped(self) -> bool:
-        """Tell whether the rate has fallen as by a step: far, and not as it fell already."""
+        """Tell whether the learning rate has fallen like a step, not like a smooth decay."""
         if self._thaw_drop is None or len(self._rates) < 3:
             return False
         earlier, before, rate = self._rates
@@ -93,7 +93,7 @@ class Plasticity(FreezePolicy):
         self._steepest = [0.0] * num_layers
 
     def _slope(self, layer: int, context: FreezeContext) -> float | None:
-        """Take up a layer's value; return its slope a decision, once there are enough."""
+        """Add a layer's value; return its slope per decision, None while its window is short."""
         value = getattr(context.layers[layer], self._signal)
         if value is None or not math.isfinite(value):
             self._values[layer].clear()
@@ -106,12 +106,12 @@ class Plasticity(FreezePolicy):
         return slope if len(own) == self._window else None
 
     def _flat(self, layer: int, slope: float | None) -> bool:
-        """Tell whether a slope is small beside a steepest one that was above zero."""
+        """Tell whether a slope is small beside the layer's steepest, which is above zero then."""
         return slope is not None and slope < self._tolerance * self._steepest[layer]
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Return the slope of the line that fits values at 0, 1, ... best."""
+    """Return the slope of the least-squares line through values at 0, 1, ..."""
     middle = (len(values) - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(len(values)))
     return sum((i - middle) * value for i, value in enumerate(values)) / spread

@@ -1,4 +1,4 @@
-"""Freeze layers whose weights hardly move any more."""
+"""Freeze layers whose weights have almost stopped moving."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 @final
 class QuietUpdates(FreezePolicy):
-    """Freeze the bottom layers whose weights have all become quiet; a layer that froze stays so.
+    """Freeze the bottom layers whose weights have become quiet; nothing thaws.
 
-    A layer is quiet where ||w - w'|| / (k ||w'||), with w' its weights k steps ago, at the last
-    decision, is below `threshold` at the peak learning rate: where these steps' mean rate was
-    lower it counts as much more, so that a warm-up or a decay does not look like convergence. A
-    layer whose change is missing, zero or not finite is not quiet.
+    A layer is quiet if ||w - w'|| / (k ||w'||) is below `threshold`, with w' its weights at the
+    last decision, k steps ago. The change is scaled up to the peak learning rate, so that a
+    warm-up or a decay does not look like convergence. A layer whose change is missing, zero or not
+    finite is not quiet.
 
     Args:
         threshold: relative change per step.
@@ -25,8 +25,8 @@ class QuietUpdates(FreezePolicy):
     Raises:
         TypeError: `min_active` is not an int.
         ValueError: an argument is out of its range.
-    Source: GradES (2025), which compares single matrices' change in L1, not over their size; the
-        prefix, the norm and the learning rate are ours.
+    Source: GradES (2025), which freezes single matrices by their change in L1, not relative to
+        their size. The prefix, the norm and the learning rate are ours.
     """
 
     signals = frozenset({"relative_update"})
@@ -34,6 +34,7 @@ class QuietUpdates(FreezePolicy):
     def __init__(
         self, threshold: float = 1e-5, *, begin: float = 0.1, min_active: int = 1
     ) -> None:
+        # Written as `not >`, which refuses NaN too.
         if not threshold > 0:
             raise ValueError(f"threshold is {threshold}; give more than 0")
         if not 0 <= begin <= 1:

@@ -10,20 +10,20 @@ from freeze.journal_lines import JOURNAL_FILE, note_decision, read_line
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 _Held: TypeAlias = tuple[int, tuple[int, ...]]
-"""How many layers are frozen from a step on, and which rest."""
+"""The number of frozen layers, and the layers that rest."""
 
 
 @final
 class Replay(FreezePolicy):
-    """Freeze what another run froze, from the very steps on; of a resumed one its last course.
+    """Freeze what another run froze, at the same steps.
 
     Args:
-        run: a run's folder, or its journal, whose decisions are read; or numbers of frozen layers
-            by the steps from which they hold, without layers that rest.
+        run: a run's folder, or its journal; or numbers of frozen layers by the step from which
+            they hold. Of a resumed run the last course counts.
     Raises:
-        ValueError: there is no journal, or a line of it is damaged; there are no decisions, or one
-            is negative; the run's policy also set learning rates; or, later, a decision falls
-            between two steps at which this run is asked, so that it would come late.
+        ValueError: the journal is missing or damaged; there are no decisions, or a negative one;
+            or the run's policy also set learning rates. Later: a decision would come late, as this
+            run is not asked at its step.
     """
 
     _remembered = ("asked",)
@@ -57,6 +57,7 @@ class Replay(FreezePolicy):
     def decide(self, context: FreezeContext) -> FreezeDecision:
         asked = -1 if self._asked is None else self._asked
         present = (context.num_frozen, context.resting)
+        # A change between two steps at which this run is asked would come late.
         for step, held in self._held.items():
             if asked < step < context.step and held != present:
                 raise ValueError(
@@ -73,7 +74,10 @@ class Replay(FreezePolicy):
 
 
 def _read_journal(path: Path) -> list[tuple[int, _Held]]:
-    """Return the decisions by step; a torn last line was never carried out."""
+    """Return the decisions with their steps.
+
+    A last line without end was never carried out: a decision is written before it takes effect.
+    """
     path = path / JOURNAL_FILE if path.is_dir() else path
     try:
         entries = [read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]

@@ -40,20 +40,19 @@ class _Around(FreezePolicy):
 
 @final
 class Guarded(_Around):
-    """Hold a policy back: not early, not on one measurement, not fast, not far, and not at a loss.
+    """Hold a policy back, so that it freezes later, more slowly, or less far.
 
     Args:
-        warmup: steps, or as a float below 1 a share of the run, before which nothing freezes.
-        patience: decisions in a row in which the policy must want more than is frozen; the least
-            of what it wanted in them then freezes. It thaws without.
-        at_once: layers that freeze at one decision at the most; None sets no limit. With
-            `patience` it paces a policy: a further layer only after so many decisions.
+        warmup: steps before which nothing freezes; below 1, a share of the run.
+        patience: decisions in a row in which the policy must want more than is frozen. Then the
+            least of what it wanted freezes. A thaw does not wait.
+        at_once: most layers that freeze at one decision; None sets no limit. With `patience` this
+            paces a policy: a further layer only after `patience` decisions.
         min_active: layers that never freeze.
-        thaw_on: a metric's name. Where an evaluation finds it worse than the best so far by more
-            than `tolerance`, what has frozen since that best thaws, and patience starts anew.
-        tolerance: of the metric, in its own unit.
-        greater_is_better: whether more of the metric is better; None takes it to be, but of a name
-            that ends in "loss".
+        thaw_on: a metric's name. When it is worse than its best by more than `tolerance`, the
+            layers that froze since that best thaw, and patience starts anew.
+        tolerance: in the metric's own unit.
+        greater_is_better: None: yes, unless the metric's name ends in "loss".
     Raises:
         TypeError: a number of layers or of decisions is not an int.
         ValueError: an argument is out of its range; later, an evaluation lacks the metric.
@@ -61,7 +60,7 @@ class Guarded(_Around):
 
     _remembered = ("wanted", "best", "frozen_at_best", "seen")
 
-    # What holds a policy back are bounds of their own.
+    # Each argument is one independent bound.
     def __init__(  # noqa: PLR0913
         self,
         policy: FreezePolicy | PolicyFunction,
@@ -94,11 +93,12 @@ class Guarded(_Around):
         self._seen: list[float | int | None] = []
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
+        # Asked at every decision, even in the warm-up, as a policy may remember what it saw.
         wanted = checked_decision(self._policy, context)
         if regressed := self._regressed(context):
             self._wanted.clear()
             return FreezeDecision(min(self._frozen_at_best, context.num_frozen), regressed)
-        # A share is compared as one: 0.55 of 20 steps comes out as a little more than 11.
+        # A share is compared with a share: 0.55 * 20 steps would be a little more than 11.
         whole = context.max_steps if 0 < self._warmup < 1 else 1
         if context.step / whole < self._warmup:
             return FreezeDecision(0, f"warm-up until step {self._warmup * whole:g}")
@@ -120,7 +120,7 @@ class Guarded(_Around):
         return self._policy.learning_rate_scale(layer, num_layers, done)
 
     def _regressed(self, context: FreezeContext) -> str | None:
-        """Return why to thaw, where a new evaluation is worse; remember the best."""
+        """Return why to thaw, if a new evaluation is worse, else None; remember the best."""
         if self._thaw_on is None or not context.metrics:
             return None
         if self._thaw_on not in context.metrics:
@@ -128,10 +128,11 @@ class Guarded(_Around):
                 f"thaw_on is {self._thaw_on!r}, but an evaluation has {sorted(context.metrics)}"
             )
         value = context.metrics[self._thaw_on]
+        # Several decisions see the same evaluation; it counts once.
         evaluation = [context.evaluated_at, value]
         if evaluation == self._seen:
             return None
-        gain = -math.inf  # What is no number is worse than any.
+        gain = -math.inf  # NaN is worse than any number.
         if math.isfinite(value):
             self._seen = evaluation
             gain = math.inf if self._best is None else self._sign * (value - self._best)
@@ -144,9 +145,9 @@ class Guarded(_Around):
 
 @final
 class Shadow(_Around):
-    """Ask a policy and do nothing: the records say what it would have frozen, and why.
+    """Ask a policy but freeze nothing: the records say what it would have frozen, and why.
 
-    The policy sees its own layers as frozen, and as resting, although they go on training.
+    The policy sees the layers that it chose as frozen, or resting, although they go on training.
     """
 
     _remembered = ("since", "resting")
@@ -157,7 +158,6 @@ class Shadow(_Around):
         self._resting: list[int] = []
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        """Keep what is frozen and rests, with what the policy wants as reason."""
         seen = context.as_frozen(tuple(self._since), tuple(self._resting))
         wanted = checked_decision(self._policy, seen)
         self._since = list(frozen_since(self._since, wanted.num_frozen, context.step))

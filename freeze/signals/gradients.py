@@ -1,7 +1,7 @@
 """Measure gradient norms while training, without waiting for the device.
 
-Squares and absolute values of disjoint parameters add, so a layer's norm follows from its
-sublayers', wherever those live.
+Sums of squares and of absolute values add up over parameters. So a layer's norm follows from its
+sublayers', even where these are on different ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 _PIECE = 2**20
-"""Values whose squares are added up in float32, which is off by 1e-6 then."""
+"""Values whose squares are added up in float32, with an error of about 1e-6."""
 _CACHED_PIECE = 2**18
 """Values that stay in a core's cache while several measures look at them."""
 _SMALL = 2**12
-"""Values of a gradient that a CPU reads in less time than a call takes: those go into one."""
+"""A CPU reads fewer values in less time than a call takes, so small gradients share one call."""
 Measure: TypeAlias = Callable[[Tensor], Tensor]
 """Adds up something of (N,) float32 or float64 values."""
 
@@ -30,21 +30,22 @@ class GradientSignals:
     tensors and steps are float64.
 
     Args:
-        parameters: each sublayer's parameters by the sublayer's name, all on one device. A tied
-            parameter counts in the first sublayer that lists it, so that the total is the norm of
-            the whole gradient.
+        parameters: by sublayer, all on one device. A tied parameter counts in the first sublayer
+            that lists it, so that the total is the norm of the whole gradient.
+        absolute: whether to measure L1 norms, too.
     Attributes:
-        part_names: sublayers' names, each once for every part of it that is measured by itself.
+        part_names: for each part that is measured by itself, the name of its sublayer.
     """
 
     def __init__(
         self, parameters: Mapping[str, Sequence[nn.Parameter]], *, absolute: bool = False
     ) -> None:
         self._names = tuple(parameters)
+        # Reversed, so that the first sublayer that lists a tied parameter wins.
         distinct = {p: name for name in reversed(self._names) for p in parameters[name]}
         device = next((p.device for p in distinct), torch.device("cpu"))
         self._on_cpu = device.type == "cpu"
-        # What is measured together, by sublayer.
+        # By sublayer, the lists of parameters that are measured together.
         parts: list[list[list[nn.Parameter]]] = []
         for name, listed in parameters.items():
             counted = [p for p in dict.fromkeys(listed) if distinct[p] == name]
@@ -58,14 +59,15 @@ class GradientSignals:
         self._measures = measures[: 1 + absolute]
         self._nothing = torch.zeros((), device=device)
         self._once = torch.ones((1, len(self._kinds)), dtype=torch.float64, device=device)
-        # Adds up what `_measure` returns: by sublayer, the steps, and all that is no step.
+        # One matrix product adds up what `_measure` returns, and a 1 for the step: its rows are
+        # the sublayers, the number of steps, and the total of the sublayers.
         sizes = torch.tensor([*map(len, parts), 1])
         rows = torch.arange(len(sizes)).repeat_interleave(sizes)
         adding = torch.zeros(len(sizes) + 1, len(rows), dtype=torch.float64)
         adding[rows, torch.arange(len(rows))] = 1
         adding[-1, :-1] = 1
         self._adding = adding.to(device)
-        # One tensor, so that one copy to the host reads all of it.
+        # One tensor, so that one copy to the host reads it all.
         shape = len(sizes), len(self._kinds)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
 
@@ -75,8 +77,8 @@ class GradientSignals:
         Nothing here waits for the device. A parameter without gradient counts 0.
 
         Args:
-            reduce: adds the stages' totals up; a step that is not finite on one stage is then left
-                out on all of them. None: this process holds the whole model.
+            reduce: adds up the stages' totals, so that all stages leave out the same steps; None
+                if this process holds the whole model.
         Returns:
             0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
             infinite if any gradient is.
@@ -90,11 +92,9 @@ class GradientSignals:
         *,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return each part's own, (parts,) float64, as `part_names` has them, and what
-        `squared_norm` does.
+        """Return the squared norm of each part, (parts,) float64, and what `squared_norm` returns.
 
-        Args:
-            scale: 0-dim float64; the gradients are measured as if multiplied by it.
+        Gradients are measured as if multiplied by `scale`, 0-dim float64.
         """
         measured = self._measure()
         if scale is not None:
@@ -104,19 +104,16 @@ class GradientSignals:
             )
         step = self._adding @ torch.cat((measured, self._once))
         total = step[-1, 0] if reduce is None else reduce(step[-1, 0])
-        # The difference is NaN where the total is not finite; `isfinite` is four launches.
+        # NaN - NaN and inf - inf are NaN, and NaN != 0; `isfinite` would be four launches.
         self._sums += step[:-1].masked_fill(total - total != 0, 0.0)
-        # Not by sublayer: sums that leave the others out turn all into NaN by one.
+        # Not the sums by sublayer: in a matrix product one NaN makes every row NaN.
         return measured[:, 0], total
 
     def reset(self) -> None:
         self._sums.zero_()
 
     def state(self) -> dict[str, Any]:
-        """Return the unfinished interval, serialisable as JSON; waits for the device, once.
-
-        The states of a pipeline's stages merge into one by joining their sums.
-        """
+        """Return the unfinished interval, serialisable as JSON; waits for the device, once."""
         rows = self._sums.T.tolist()
         return {
             "num_steps": int(rows[0][-1]),
@@ -127,7 +124,7 @@ class GradientSignals:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue the interval of a `state`, which may hold other stages' sublayers as well."""
+        """Continue the interval of a `state`; it may hold other stages' sublayers, too."""
         rows = [
             [*(state[kind][name] for name in self._names), state["num_steps"]]
             for kind in self._kinds
@@ -152,9 +149,9 @@ class GradientSignals:
         return torch.stack([torch.stack(column).double() for column in columns], dim=1)
 
     def _measure_at_once(self) -> Tensor:
-        """Measure all gradients in a few launches: a GPU reads faster than it is asked."""
+        """Measure all gradients in a few launches, which take a GPU longer than reading does."""
         gradients = [g for (p,) in self._parts if (g := p.grad) is not None]
-        # Norms in half precision would overflow.
+        # Half-precision norms would overflow.
         halves = any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients)
         dtype = torch.float32 if halves else None
         columns = []
@@ -167,34 +164,32 @@ class GradientSignals:
 
 
 def _measured(gradient: Tensor, measures: Sequence[Measure]) -> list[Tensor]:
-    """Add up measures of a gradient, whose pieces a CPU reads from its memory once for all."""
-    flat = gradient.reshape(-1)
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
+    """Add up measures of a flat gradient by pieces: all measures read a piece from the cache."""
+    is_half = gradient.dtype in (torch.float16, torch.bfloat16)
+    flat = gradient.float() if is_half else gradient
     piece = _PIECE if len(measures) == 1 else _CACHED_PIECE
-    if len(flat) <= piece or flat.device.type != "cpu":
+    if len(flat) <= piece:
         return [measure(flat) for measure in measures]
     rows = [[measure(part) for measure in measures] for part in flat.split(piece)]
     return [torch.stack(column).sum() for column in zip(*rows, strict=True)]
 
 
 def _square(values: Tensor) -> Tensor:
-    # A norm on CPU is off by 2e-3 for an embedding of 30 M values.
+    # torch's norm on CPU is off by 2e-3 for an embedding of 30 M values.
     return torch.dot(values, values)
 
 
 @final
 class _AbsoluteSum:
-    """Add up absolute values, on a CPU through memory that is there already: to map fresh memory
-    takes four times as long as to read the values.
+    """Add up absolute values through memory that is kept.
+
+    Mapping new memory takes four times as long as reading the values.
     """
 
     def __init__(self) -> None:
         self._room = torch.empty(0)
 
     def __call__(self, values: Tensor) -> Tensor:
-        if values.device.type != "cpu":
-            return values.abs().sum()
         if self._room.dtype != values.dtype or len(self._room) < len(values):
             self._room = torch.empty(max(_CACHED_PIECE, len(values)), dtype=values.dtype)
         return torch.abs(values, out=self._room[: len(values)]).sum()

@@ -1,4 +1,4 @@
-"""Measure all that was asked for between two decisions, and put it together layer by layer."""
+"""Measure the signals asked for between two decisions, and add them up by layer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from freeze.signals.weight_changes import (
 )
 
 _BEFORE, _SUM = "signal:before", "signal:sum"
-"""How the tensors are named that a stage keeps beside a parameter."""
+"""Names of the tensors that a stage keeps beside a parameter."""
 
 
 @final
 class IntervalSignals:
     """Measure a stage's sublayers from decision to decision.
 
-    Args:
-        parameters: by name, by the sublayer's name; all on one device.
-        wanted: signals, named as in `LayerStats`. Gradients' squares are always measured, as
-            every step needs their sum.
+    All parameters are on one device. `wanted` are fields of `LayerStats`. Gradient norms are
+    always measured, as every step needs their sum.
     """
 
     def __init__(self, parameters: Parameters, wanted: frozenset[str] = frozenset()) -> None:
@@ -41,39 +39,38 @@ class IntervalSignals:
         self._kept = {entry: one for entry, one in kept.items() if one is not None}
 
     def begin_step(self) -> None:
-        """Keep the weights, where an interval begins."""
+        """Copy the weights if an interval begins."""
         if self._changes is not None:
             self._changes.begin()
 
     def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the step's squared gradient norm; see `GradientSignals.squared_norm`."""
+        """See `GradientSignals.squared_norm`."""
         return self._gradients.squared_norm(reduce)
 
     def squared_norms(self, *, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the step's squared norms by part, and in all; see `GradientSignals`."""
+        """See `GradientSignals.squared_norms`."""
         return self._gradients.squared_norms(scale=scale)
 
     @property
     def part_names(self) -> list[str]:
-        """Name the sublayers of these parts."""
         return self._gradients.part_names
 
     @property
     def needs_finite(self) -> bool:
-        """Tell whether `add_gradients` matters, which must not be called for a step with a NaN."""
+        """Tell whether `add_gradients` must be called, and only for steps without a NaN."""
         return self._sums is not None
 
     def add_gradients(self) -> None:
-        """Take note of gradients that are finite, reduced, unscaled and unclipped."""
+        """Add a step's finite, reduced, unscaled, unclipped gradients."""
         if self._sums is not None:
             self._sums.add()
 
     def measured(self) -> dict[str, Any]:
-        """Return what the interval has shown so far; waits for the device.
+        """Return the interval's sums so far, by sublayer; waits for the device.
 
-        Beside "num_steps", those with finite gradients, these are sums by sublayer: "squared_sums"
-        and "absolute_sums" of gradients over steps, "sum", the L1 norm of what they add up to,
-        "moved" and "size", squared norms of the weights' change and of what they were.
+        "squared_sums" and "absolute_sums" are of gradients over steps, "sum" is the L1 norm of
+        their sum. "moved" and "size" are squared norms of the weights' change, and of the weights
+        before. "num_steps" counts steps with finite gradients.
         """
         found = self._gradients.state()
         if not found["num_steps"]:
@@ -92,12 +89,12 @@ class IntervalSignals:
             kept.reset()
 
     def state(self) -> dict[str, Any]:
-        """Return the unfinished interval's numbers; see `GradientSignals.state`."""
+        """See `GradientSignals.state`; the kept tensors are in `tensors`."""
         return {**self._gradients.state(), "wanted": sorted(self._wanted)}
 
     @staticmethod
     def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what all stages' `state`, or `measured`, says; replicas' are equal."""
+        """Return the union of all stages' `state` or `measured`; replicas' are equal."""
         whole: dict[str, Any] = {}
         for state in states:
             for key, value in state.items():
@@ -108,7 +105,7 @@ class IntervalSignals:
         return whole
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue the interval of `state`; begin a new one where it lacks what is wanted now."""
+        """Continue the interval of `state`; begin a new one if it lacks a signal wanted now."""
         if self._wanted <= set(state["wanted"]):
             self._gradients.load(state)
         else:
@@ -123,7 +120,7 @@ class IntervalSignals:
         }
 
     def put_tensors(self, sublayer: str, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what `tensors` returned, and with more that is ignored."""
+        """Continue with what `tensors` returned; other entries are ignored."""
         for entry, kept in self._kept.items():
             end = f"/{entry}"
             own = {key.removesuffix(end): t for key, t in tensors.items() if key.endswith(end)}
@@ -138,10 +135,9 @@ def is_signal_tensor(key: str) -> bool:
 def layer_values(
     measured: Mapping[str, Any], layer_of: Mapping[str, int], num_layers: int
 ) -> dict[str, tuple[float | None, ...]]:
-    """Return each signal's values by layer, of what all stages measured.
+    """Return each signal's values by layer; None where not measured, NaN or infinite.
 
-    Layers are numbered from 0; `num_layers` is the head's number, which is ignored. None is for
-    what was not measured, or is no number.
+    `layer_of` gives the layer of each sublayer; `num_layers` is the head, which is ignored.
     """
     sums = {
         quantity: _by_layer(by_sublayer, layer_of, num_layers)
@@ -171,9 +167,9 @@ def layer_values(
 def _by_layer(
     by_sublayer: Mapping[str, float], layer_of: Mapping[str, int], num_layers: int
 ) -> tuple[float | None, ...]:
-    """Add sublayers' values up; None is for a layer of which no sublayer is given."""
+    """Add up sublayers' values; None for a layer without any."""
     own: list[list[float]] = [[] for _ in range(num_layers + 1)]
     for name, value in by_sublayer.items():
         own[layer_of[name]].append(value)
-    # fsum is exact whatever the order, which is that of the stages' answers.
+    # fsum is exact in any order, and the order here depends on how layers lie on stages.
     return tuple(math.fsum(values) if values else None for values in own[:-1])

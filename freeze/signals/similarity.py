@@ -1,7 +1,6 @@
-"""Compare what a layer makes of the same samples at two times, from Gram matrices alone.
+"""Compare a layer's activations of the same samples at two times, from Gram matrices alone.
 
-A layer's activations of n samples, (n, d), are large; their inner products, (n, n), hold all that
-the measures here need.
+Activations of n samples, (n, d), are large; their inner products, (n, n), are enough here.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ def gram(activations: Tensor) -> Tensor:
 def linear_cka(one: Tensor, other: Tensor) -> float:
     """Return the linear centred kernel alignment of two Gram matrices: 1 where they agree.
 
-    ||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F), the columns of X and Y centred; NaN where one of
-    them does not tell samples apart.
+    ||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F), the columns of X and Y centred; NaN if all samples
+    have the same activations.
 
     Source: Kornblith et al. 2019, as written with Gram matrices there.
     """
@@ -43,8 +42,8 @@ def similarity_change(one: Tensor, other: Tensor) -> float:
 def svcca(one: Tensor, other: Tensor, *, kept: float = 0.99) -> float:
     """Return the mean canonical correlation of two Gram matrices' main directions.
 
-    Of each those that hold a share `kept` of the variance. With fewer samples than a layer has
-    such directions it is near 1 whatever was learned: take many samples.
+    The main directions hold a share `kept` of the variance. With fewer samples than a layer has
+    such directions the result is near 1 whatever was learned: take many samples.
 
     Source: Raghu et al. 2017; the directions of the samples' space follow from the Gram matrix.
     """

@@ -9,17 +9,18 @@ from typing import final
 
 @final
 class Trend:
-    """Hold the mean of an interval's values, and the slope of the line that fits them best."""
+    """Hold the mean of an interval's values, and the slope of their least-squares line."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self._count, self._times, self._squares = 0, 0.0, 0.0
-        self._losses, self._products = 0.0, 0.0  # Of any values: checkpoints name it so.
+        # Of any values; the name is in checkpoints.
+        self._losses, self._products = 0.0, 0.0
 
     def add(self, value: float) -> None:
-        """Note a step's value; one that is not finite, of a step that is skipped, is left out."""
+        """Note a step's value; one that is not finite is left out, as its step is skipped."""
         if not math.isfinite(value):
             return
         time = float(self._count)
@@ -36,7 +37,7 @@ class Trend:
 
     @property
     def slope(self) -> float | None:
-        """Return by how much it grows a step; None with less than two steps."""
+        """Return the growth per step; None with less than two steps."""
         if self._count < 2:
             return None
         spread = self._count * self._squares - self._times**2

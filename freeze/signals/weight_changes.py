@@ -1,4 +1,4 @@
-"""Measure how far weights move, and where gradients add up to, between two decisions."""
+"""Measure how far weights move, and what gradients add up to, between two decisions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 Parameters = Mapping[str, Mapping[str, nn.Parameter]]
-"""Parameters by name, by the name of what they belong to: a sublayer, or a layer."""
+"""Parameters by owner, a sublayer or a layer, and name."""
 
 
 def relative_update(moved: float | None, size: float | None, *, num_steps: int) -> float | None:
-    """Return the norm of weights' change over their norm, per step.
+    """Return the norm of the weights' change over their norm, per step; None if not known.
 
-    Args:
-        moved, size: squared norms of the change, and of what the weights were.
-    Returns:
-        None where these are not known, there are no weights, or it is no number.
+    `moved` and `size` are the squared norms of the change, and of the weights before.
     """
     if moved is None or not size:
         return None
@@ -30,8 +27,7 @@ def relative_update(moved: float | None, size: float | None, *, num_steps: int) 
 class KeptTensors:
     """Keep a tensor beside each parameter that trains, for an interval.
 
-    Args:
-        parameters: a tied one counts where it is listed first.
+    A tied parameter counts for the first owner that lists it.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -55,7 +51,7 @@ class KeptTensors:
             self.tensors[owner] = {n: t.to(own[n].device) for n, t in tensors.items() if n in own}
 
     def _add_up(self, rows: Mapping[str, list[list[Tensor]]]) -> dict[str, list[float]]:
-        """Add up each list of an owner's numbers; waits for the device, once."""
+        """Add up each of an owner's lists of 0-dim tensors; waits for the device, once."""
         sums = [
             torch.stack([one.double() for one in numbers]).sum()
             for own in rows.values()
@@ -71,14 +67,14 @@ class WeightChanges(KeptTensors):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin an interval, where none is under way."""
+        """Begin an interval unless one is under way."""
         for owner, own in self._parameters.items():
             if owner not in self.tensors and own:
                 self.tensors[owner] = {n: p.detach().clone() for n, p in own.items()}
 
     @torch.no_grad()
     def squares(self) -> dict[str, list[float]]:
-        """Return each owner's squared change, and the squared norm of what it was."""
+        """Return the squared norms of each owner's change, and of its weights before."""
         rows: dict[str, list[list[Tensor]]] = {}
         for owner, before in self.tensors.items():
             own = self._parameters[owner]
@@ -93,11 +89,10 @@ class GradientSums(KeptTensors):
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add a step's gradients, which are finite."""
         sums, gradients = [], []
         for owner, own in self._parameters.items():
             if own and owner not in self.tensors:
-                # In float32 at least, as many small gradients add up to a large sum.
+                # At least float32: half precision loses small gradients beside a large sum.
                 self.tensors[owner] = {
                     n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
                     for n, p in own.items()

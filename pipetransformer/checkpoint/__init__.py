@@ -1,7 +1,11 @@
 """Save a run beside training, resume it on any number of ranks, and export its weights.
 
-run_state ─► saver ─► snapshot ─► format      resume ◄─ folder_lock
-best_model: over evaluations     model_folder: what from_pretrained loads ◄─ checkpoint_export
+run_state      gathers the parts of a run, saves and restores them
+saver          copies shards and writes them in a thread
+format         folders, manifests and hashes on disk
+resume         whether a run continues, and who holds its folder
+best_model     the best evaluation, and its weights
+model_folder   folders that from_pretrained loads; the command `export`
 """
 
 from pipetransformer.checkpoint.best_model import BEST_FOLDER, BestModel, Selection
@@ -28,9 +32,8 @@ from pipetransformer.checkpoint.run_state import Part, RunState
 from pipetransformer.checkpoint.saver import Saved
 
 __all__ = [
-    "Selection",
     "BEST_FOLDER", "BestModel", "CHECKPOINTS", "Checkpoint", "DescribedModel", "LOCK_FILE",
-    "Part", "RunState", "Saved", "add_export_parser", "holds_checkpoint", "lock_folder",
-    "open_checkpoint", "open_latest", "published", "read_weights", "resumes",
+    "Part", "RunState", "Saved", "Selection", "add_export_parser", "holds_checkpoint",
+    "lock_folder", "open_checkpoint", "open_latest", "published", "read_weights", "resumes",
     "write_model_folder",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tell the best of a run's evaluations, and keep the weights that it was of.
+"""Find the best of a run's evaluations, and keep its weights.
 
 evaluation    loss   best   without improvement
 step  100     0.9    0.9            0
@@ -33,10 +33,10 @@ _OWN_FILE = re.compile(r"step-\d{8,}\.safetensors(\.tmp)?")
 
 @final
 class BestModel:
-    """Follow a metric from evaluation to evaluation; all ranks see the same and find the same.
+    """Follow a metric from evaluation to evaluation; all ranks get the same metrics.
 
-    Files are named by their step: a run that goes on from an older checkpoint must find the best
-    of that time, and not one of steps that it takes again.
+    Files are named by their step. A run that goes back to an older checkpoint needs the best
+    weights of that time, not those of a step that it takes again.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -52,14 +52,13 @@ class BestModel:
 
     @property
     def is_out_of_patience(self) -> bool:
-        """Tell whether as many evaluations as allowed brought no improvement."""
         return self._patience is not None and self._num_without >= self._patience
 
     def note(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Take the evaluation after a step in; tell whether it is the best so far.
+        """Record the evaluation after a step; tell whether it is the best so far.
 
         Raises:
-            ValueError: it has no such metric.
+            ValueError: the metric is missing.
         """
         if self._name not in metrics:
             raise ValueError(
@@ -69,17 +68,18 @@ class BestModel:
             )
         value = metrics[self._name]
         gain = math.inf if self.value is None else self._sign * (value - self.value)
-        # Also false for what is not a number.
         is_best = not math.isnan(value) and gain > 0
+        # The threshold is for patience alone: a smaller gain is still the best.
         self._num_without = 0 if is_best and gain > self._threshold else self._num_without + 1
         if is_best:
             self.value, self.step = value, step
         return is_best
 
     def write(self, state: Mapping[str, Tensor]) -> None:
-        """Keep the weights of the best evaluation, and those that the last checkpoint asks for."""
+        """Write the weights of the best evaluation, and delete files that are no longer needed."""
         path = self._path()
         replace_tensors(path, state)
+        # A resume from the last checkpoint asks for the weights that were best then.
         kept = {path, self._path(self._step_of_checkpoint)}
         for other in path.parent.iterdir():
             if other not in kept and _OWN_FILE.fullmatch(other.name) and other.is_file():
@@ -101,7 +101,7 @@ class BestModel:
             ) from error
 
     def why_lost(self) -> str:
-        """Say why the weights of the best evaluation so far are of no use; "" where they are."""
+        """Return why the best evaluation's weights cannot be read, "" if they can."""
         try:
             if self.step is not None:
                 self.read()
@@ -109,12 +109,8 @@ class BestModel:
             return str(error)
         return ""
 
-    def forget(self) -> None:
-        """Begin anew with the next evaluation."""
-        self.value, self.step = None, None
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known so far, as plain values; for a checkpoint."""
+        """Return plain values for a checkpoint, whose best weights `write` keeps from now on."""
         self._step_of_checkpoint = self.step
         return {
             "metric": [self._name, self._sign],
@@ -124,44 +120,39 @@ class BestModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; the best of another metric says nothing about this one."""
+        """Continue from `state_dict`, if that followed the same metric."""
         if state["metric"] == [self._name, self._sign]:
             self.value, self.step = state["value"], state["step"]
             self._num_without = state["num_without"]
             self._step_of_checkpoint = self.step
 
     def _path(self, step: int | None = None) -> Path:
-        """Return the file of the best evaluation, or of an earlier one after a step."""
+        """Return the file of a step's evaluation; None is the best's."""
         assert self._folder is not None
         return self._folder / f"step-{step or self.step or 0:08d}.safetensors"
 
 
 @final
 class Selection:
-    """Follow a run's evaluations; all of it is collective.
-
-    Attributes:
-        best: which evaluation was the best; it saves itself into checkpoints.
-    """
+    """Follow a run's evaluations and keep the best weights; all methods are collective."""
 
     def __init__(self, config: TrainConfig, world: World, deployment: Deployment) -> None:
         self.best = BestModel(config)
         self._keeps_weights = config.load_best_model_at_end
         self._world, self._deployment = world, deployment
 
-    def take_up(self) -> None:
-        """Go on from a checkpoint's best evaluation, if its weights are still as written."""
-        why_lost = ""
-        if self._keeps_weights:
-            why_lost = told_by_rank_0(self.best.why_lost, group=self._world.group)
-        if why_lost:
+    def forget_if_lost(self) -> None:
+        """Forget a checkpoint's best evaluation if its weights can no longer be read."""
+        if not self._keeps_weights:
+            return
+        if why_lost := told_by_rank_0(self.best.why_lost, group=self._world.group):
             if self._world.is_main:
                 text = "%s. The best is looked for among the evaluations to come"
                 _LOGGER.warning(text, why_lost)
-            self.best.forget()
+            self.best.value, self.best.step = None, None
 
     def judge(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the evaluation after a step in, and keep the best one's weights."""
+        """Record the evaluation after a step, and write its weights if it is the best."""
         best = self.best
         former = best.value, best.step
         if best.note(metrics, step) and self._keeps_weights:
@@ -169,13 +160,14 @@ class Selection:
             try:
                 on_rank_0(lambda: best.write(state), group=self._world.group)
             except OSError as error:
+                # On every rank, as `on_rank_0` agrees: all forget it alike.
                 best.value, best.step = former
                 if self._world.is_main:
                     text = "the weights of step %d, the best so far, cannot be kept: %s"
                     _LOGGER.warning(text, step, error)
 
     def put_best_weights(self) -> None:
-        """Go back to the weights of the best evaluation, if that is asked for."""
+        """Put the best evaluation's weights into the model, if the config asks for that."""
         if self._keeps_weights and self.best.step is not None:
             weights = on_rank_0(self.best.read, group=self._world.group)
             self._deployment.put_weights(weights or {})

@@ -7,11 +7,12 @@
         blocks.3.attention_weights-<id>.safetensors
         blocks.3.attention_optimizer-<id>.safetensors
 
-A folder is written once, never changed, and holds no pickle. A kill before its manifest is there
-leaves the previous checkpoint in force; one before `latest` is replaced costs nothing, as the
-manifest says after which checkpoint this one comes. Both JSON files carry their own SHA-256. A
-shard belongs to one sublayer, so that on any topology a rank reads just what it owns. Of what
-others put here nothing is deleted, whatever its name.
+A folder is written once, never changed, and holds no pickle. Both JSON files carry their own
+SHA-256. A shard belongs to one sublayer, so that on any topology a rank reads only its own.
+
+A kill before the manifest is written leaves the previous checkpoint in force. A kill before
+`latest` is replaced costs nothing: the manifest names the checkpoint that it follows. Files of
+other programs are never deleted, whatever their names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from pipetransformer.checkpoint.snapshot import Shards
 from pipetransformer.durable_files import (
     fsync,
     read_sealed_json,
@@ -37,6 +37,9 @@ from pipetransformer.durable_files import (
     write_tensors,
 )
 from pipetransformer.errors import CorruptCheckpointError
+
+Shards = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by shard, then by name within it."""
 
 FORMAT_VERSION = 6
 
@@ -50,7 +53,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Describe a written shard: its file within the folder, and that file's hash and size."""
+    """Describe a written shard; the file is relative to the checkpoint's folder."""
 
     file: str
     sha256: str
@@ -67,16 +70,22 @@ class Checkpoint:
     records: dict[str, ShardRecord]
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """Read one shard to CPU; a CorruptCheckpointError where it is not what was written."""
+        """Read one shard to CPU.
+
+        Raises:
+            CorruptCheckpointError: the file is missing or changed.
+        """
         record = self.records[name]
         path = self.folder / record.file
         with _reading(path):
             data = path.read_bytes()
+        # The bytes in hand are checked and used, so a disk that fails later does no harm.
         _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
         return safetensors.torch.load(data)
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
-        """Read all files, or a rank's share of them; a CorruptCheckpointError as in `read`."""
+        """Read all files, or a rank's share of them; errors are those of `read`."""
+        # By size, so that the ranks' shares are about equal.
         by_size = sorted(self.records.values(), key=lambda one: (-one.num_bytes, one.file))
         for record in by_size[part::num_parts]:
             path = self.folder / record.file
@@ -85,10 +94,10 @@ class Checkpoint:
 
 
 def checkpoint_folder(directory: Path, step: int) -> Path:
-    """Create the folder of a new save; rank 0 calls it and tells the other ranks.
+    """Create the folder of a new save, on rank 0.
 
-    Its name has a suffix `-2`, `-3`, ... after an earlier attempt at that step, which stays as it
-    is: it may be the only good checkpoint until this save is published.
+    After an earlier attempt at that step the name gets a suffix `-2`, `-3`, ... The earlier folder
+    stays: it may be the only good checkpoint until this save is published.
     """
     directory.mkdir(parents=True, exist_ok=True)
     attempts = [attempt for at, attempt in map(_order, _folders(directory)) if at == step]
@@ -99,7 +108,7 @@ def checkpoint_folder(directory: Path, step: int) -> Path:
 
 
 def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
-    """Write the shards that this rank alone owns, and wait until they are on disk."""
+    """Write the shards that this rank owns, and wait until they are on disk."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"checkpoint folder {folder} does not exist for this rank; let rank 0 call "
@@ -125,11 +134,11 @@ def discard(folder: Path) -> None:
 def publish(
     folder: Path, records: Mapping[str, ShardRecord], scalars: Mapping[str, Any], *, keep: int
 ) -> None:
-    """Make a save the one that a resume finds, then delete what is too old.
+    """Make a save the one that a resume finds, then delete old ones. For rank 0.
 
-    Rank 0 calls it once all ranks have written. Deleted are unfinished saves, and all checkpoints
-    up to this step but the `keep` newest complete ones. Those of later steps (training went back
-    before them) stay on disk, but no resume falls back to them.
+    It comes once all ranks have written. It deletes unfinished saves, and checkpoints up to this
+    step except the `keep` newest complete ones. Checkpoints of later steps, before which training
+    went back, stay on disk, but no resume uses them.
 
     Raises:
         OSError, CorruptCheckpointError: the disk is full, or a shard is not what was written.
@@ -138,13 +147,17 @@ def publish(
     directory, step = folder.parent, _order(folder)[0]
     earlier = [f for f in published(directory) if _order(f)[0] < step and _is_complete(f)]
     kept = [folder, *earlier[: keep - 1]]
-    shards = {name: asdict(record) for name, record in records.items()}
-    content = {"step": step, "scalars": dict(scalars), "shards": shards}
-    after = earlier[0].name if earlier else None
-    _write_sealed(folder / _MANIFEST, {**content, "after": after})
+    manifest = {
+        "step": step,
+        "scalars": dict(scalars),
+        "shards": {name: asdict(record) for name, record in records.items()},
+        "after": earlier[0].name if earlier else None,
+    }
+    _write_sealed(folder / _MANIFEST, manifest)
     # After a power cut, the pointer must not name a folder whose own name was lost.
     fsync(directory)
     _write_sealed(directory / _POINTER, {"checkpoints": [f.name for f in kept]})
+    # Only now: a kill before the pointer still needs the old ones.
     for other in _folders(directory):
         is_old = _order(other)[0] <= step or not (other / _MANIFEST).exists()
         if is_old and other not in kept and _is_own(other):
@@ -161,6 +174,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     content = _read_sealed(folder / _MANIFEST)
     records = {name: ShardRecord(**record) for name, record in content["shards"].items()}
     for record in records.values():
+        # Any file could be read as a shard by a path that leads out of the folder.
         if Path(record.file).name != record.file or record.file in ("", ".."):
             raise _foreign(folder / _MANIFEST, record.file, "file")
     _compare_sizes(folder, records)
@@ -168,16 +182,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Tell whether a save was ever completed here; it may be damaged by now."""
+    """Tell whether a save was ever completed here, damaged or not."""
     return (directory / _POINTER).exists() or any(
         (folder / _MANIFEST).exists() for folder in _folders(directory)
     )
 
 
 def published(directory: Path) -> list[Path]:
-    """List the folders to resume from, best first: as the pointer says or, without it, by step.
+    """List the folders to resume from, best first: in the pointer's order or, without it, by step.
 
-    Before those of the pointer come the saves that a kill has kept from it.
+    Newer saves come first that a kill kept out of the pointer.
 
     Raises:
         CorruptCheckpointError: the pointer is damaged, and there is no complete save.
@@ -200,9 +214,9 @@ def published(directory: Path) -> list[Path]:
 
 
 def _unpublished(newest: Path) -> list[Path]:
-    """Find the complete saves that came after the newest which the pointer names, best first.
+    """List the complete saves that follow the newest one of the pointer, best first.
 
-    Others of later steps are of a run that went back before them.
+    Other folders of later steps belong to a run that went back before them.
     """
     found: list[Path] = []
     for folder in reversed(_folders(newest.parent)):
@@ -215,7 +229,7 @@ def _unpublished(newest: Path) -> list[Path]:
 
 
 def clear(directory: Path) -> None:
-    """Delete all checkpoints of a directory, and of what others put there nothing."""
+    """Delete all checkpoints of a directory, and no file of another program."""
     for folder in _folders(directory):
         if _is_own(folder):
             _delete(folder)
@@ -229,7 +243,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """Read the step and the attempt from a folder's name."""
+    """Return (step, attempt) from a folder's name."""
     match = _FOLDER.fullmatch(folder.name)
     assert match is not None, folder
     return int(match[1]), int(match[2] or 1)
@@ -243,9 +257,9 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _is_own(folder: Path) -> bool:
-    """Tell whether a folder is of a save: complete, unfinished, or killed before its first file.
+    """Tell whether a folder is a save: complete, unfinished, or killed before its first file.
 
-    Another program's may have a name like it. In doubt it is not ours.
+    Another program's folder may have such a name, so in doubt it is not ours.
     """
     manifest = folder / _MANIFEST
     if folder.is_symlink():
@@ -264,8 +278,8 @@ def _is_own_file(path: Path) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a save's files, its manifest first: without it, what a kill leaves is unfinished."""
     try:
+        # The manifest first: a kill then leaves an unfinished save, not a damaged checkpoint.
         for path in sorted(folder.iterdir(), key=lambda path: path.name != _MANIFEST):
             if _is_own_file(path):
                 path.unlink()
@@ -291,7 +305,6 @@ def _hash_file(path: Path) -> str:
 
 
 def _write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file with its own SHA-256."""
     replace_file(path, sealed_json({"format": FORMAT_VERSION, **content}))
 
 

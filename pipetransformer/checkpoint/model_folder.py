@@ -1,11 +1,9 @@
-"""Write a folder from which other programs load a model.
+"""Write a folder from which other programs load a model, from a run or from its checkpoint.
 
 model         files                           loaded by
 transformers  config.json, model.safetensors  from_pretrained(folder)
 timm          config.json, model.safetensors  create_model("local-dir:folder", pretrained=True)
 another       model.safetensors               load_state_dict
-
-Turn a checkpoint into a folder from which other programs load the model.
 """
 
 from __future__ import annotations
@@ -34,12 +32,11 @@ _TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
 def write_model_folder(
     model: nn.Module, state: Mapping[str, Tensor], folder: Path, processing_class: Any
 ) -> None:
-    """Write a model, which may be without weights itself, with a state.
+    """Write a model with the weights of a state; its own may be missing.
 
     Args:
-        state: all its weights, by its own names.
         folder: created if missing.
-        processing_class: a tokenizer or a processor to be saved beside it, or None.
+        processing_class: a tokenizer or a processor to save beside it, or None.
     Raises:
         OSError: the disk is full, or nothing may be written there.
     """
@@ -56,13 +53,13 @@ def write_model_folder(
 
 @final
 class DescribedModel:
-    """Have checkpoints say what a model's config.json is, for `pipetransformer export`."""
+    """Keep the text of a model's config.json in checkpoints, for `pipetransformer export`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def state_dict(self) -> dict[str, str]:
-        """Return the file's text; "" for a model that neither library describes."""
+        """Return the file's text, "" for a model of neither library."""
         model: Any = self._model
         if not _is_a(model, _PRETRAINED_MODEL):
             return {"config": _describe_timm(model)}
@@ -71,11 +68,11 @@ class DescribedModel:
         return {"config": config.to_json_string()}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Leave the model as it is: a run that continues is given it anew."""
+        """Do nothing: a run that continues is given its model."""
 
 
 def _is_a(model: nn.Module, name: str) -> bool:
-    """Tell whether a model is of a class, by its qualified name, or of one derived from it."""
+    # By name: comparing classes would need the optional library.
     return any(qualified_name(kind) == name for kind in type(model).__mro__)
 
 
@@ -87,7 +84,7 @@ def _write_transformers(model: Any, state: Mapping[str, Tensor], folder: Path) -
 
 
 def _describe_timm(model: Any) -> str:
-    """Say what timm's factory built the model from; "" for a model of another kind."""
+    """Return the config.json of a model that timm's factory built, "" for another model."""
     description: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     if "architecture" not in description:
         return ""
@@ -101,7 +98,7 @@ def _describe_timm(model: Any) -> str:
 
 
 def _built_with(model: Any) -> dict[str, Any]:
-    """Return what a timm model may have been built with otherwise than its architecture says."""
+    """Return the arguments in which a timm model may differ from its architecture's defaults."""
     built: dict[str, Any] = {}
     if (pixels := getattr(getattr(model, "patch_embed", None), "img_size", None)) is not None:
         built["img_size"] = pixels
@@ -135,7 +132,7 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
     """Carry out the command.
 
     Raises:
-        ValueError: there is no checkpoint, OUT has content, or the processing class cannot be had.
+        ValueError: there is no checkpoint, OUT has content, or there is no such processing class.
         CorruptCheckpointError: the checkpoint is damaged.
     """
     out: Path = options.out
@@ -166,7 +163,7 @@ def find_checkpoint(source: Path) -> Checkpoint:
 
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Read the weights by the model's own names, those that its `state_dict` has.
+    """Read the entries of the model's `state_dict`.
 
     Raises:
         CorruptCheckpointError: a file is not what was written.
@@ -175,7 +172,7 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for shard in checkpoint.records:
         if split_shard_name(shard)[1] == WEIGHTS:
             held.update(checkpoint.read(shard))
-    # The shards also hold buffers that are in no state_dict.
+    # The shards also hold buffers that are not persistent.
     return {name: held[name] for name in checkpoint.scalars["state_names"] if name in held}
 
 

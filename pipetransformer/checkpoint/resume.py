@@ -2,17 +2,15 @@
 
     resume    the folder holds     the run
     False     nothing              starts
-    False     a run                is refused; but a restarted process continues what its own
-                                   launcher began
+    False     a run                is refused; a restarted process continues it if its own
+                                   launcher began it
     "replace" a run                starts, and that run is removed; restarted as above
     True      no checkpoint        is refused
-    "auto"    no checkpoint        starts from the beginning, with the decisions of the journal,
-                                   if that is its own: run.json says whose it is
-    either    checkpoints          continues from the newest that is usable
+    "auto"    no checkpoint        starts from the beginning, with the decisions of the journal
+                                   if run.json says that it is this run's
+    either    checkpoints          continues from the newest usable one
 
-Whatever one rank finds wrong ends in the same way on all.
-
-Keep a second run out of a folder in which one trains.
+An error of one rank is raised on all. A lock keeps a second run out of the folder.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def resumes(config: TrainConfig) -> bool:
-    """Tell whether a run continues what its folder holds; asked before anything is started.
+    """Tell whether a run continues from its folder, before anything is started.
 
     Raises:
         ValueError: the folder holds another run and resume is False, or it holds no checkpoint
@@ -104,17 +102,17 @@ def resumes(config: TrainConfig) -> bool:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what a run would continue from; its records stay, as those of a run gone back."""
+    """Remove checkpoints and journal, from which a run would continue; its records stay."""
     clear(folder / CHECKPOINTS)
     for name in (_LAUNCHERS, JOURNAL_FILE, _RUN):
         (folder / name).unlink(missing_ok=True)
 
 
 def note_launchers(folder: Path, world: World) -> None:
-    """Write down who started this run's processes, so that theirs may continue it. Collective.
+    """Write down who started this run's processes, so that restarts may continue it. Collective.
 
     Raises:
-        OSError: there is no room for so little, so there would be none for checkpoints.
+        OSError: the disk is full, or nothing may be written.
     """
     launchers = sorted(set(gather_json(launcher_name(), group=world.group)))
 
@@ -128,22 +126,22 @@ def note_launchers(folder: Path, world: World) -> None:
 def note_run(
     folder: Path, identity: Mapping[str, Any], model: LayeredModel, *, continues: bool
 ) -> None:
-    """Write down whose a folder is before anything is saved in it, for rank 0.
+    """Write down which run owns a folder, before anything is saved in it. For rank 0.
 
-    Where a run goes on with a journal alone, it must be the one that began there.
+    A run that continues with a journal alone must be the run that began it.
 
     Args:
-        identity: what both have in common beside the model's sublayers.
-        continues: whether the run goes on with what the folder holds.
+        identity: what a run and its continuation have in common, without the sublayers.
+        continues: whether the run continues from the folder.
     Raises:
-        ValueError: it is another run's folder, or what was written is damaged.
-        OSError: there is no room for so little.
+        ValueError: it is another run's folder, or its file is damaged.
+        OSError: the disk is full, or nothing may be written.
     """
     path, has_saved = folder / _RUN, holds_checkpoint(folder / CHECKPOINTS)
     sublayers = [sublayer.name for sublayer in model.sublayers]
     if not continues or not (has_saved or ((folder / JOURNAL_FILE).exists() and path.exists())):
         _note(path, sealed_json({**identity, _SUBLAYERS: sublayers}))
-    elif not has_saved:  # Else that is compared.
+    elif not has_saved:  # A checkpoint says more, and is compared when it is opened.
         begun, what = read_sealed_json(path), f"the run that was begun in {folder}"
         if begun[_SUBLAYERS] != sublayers:
             raise _of_another_model(what, begun[_SUBLAYERS], sublayers)
@@ -151,11 +149,12 @@ def note_run(
 
 
 def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoint | None:
-    """Find the newest checkpoint that every rank can use; warn of each newer one. Collective.
+    """Find the newest checkpoint that every rank can use; warn of unusable ones. Collective.
 
-    Each rank verifies its share of the files, so that a large checkpoint is read once in all. None
-    where no save was ever completed in this directory.
+    Each rank verifies its share of the files, so that a large checkpoint is read once in all.
 
+    Returns:
+        None where no save was ever completed in this directory.
     Raises:
         CorruptCheckpointError: there are checkpoints, and none is usable.
     """
@@ -171,7 +170,7 @@ def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoi
     for name in names:
         try:
             return agree(partial(verified, directory / name), group=group)
-        except CorruptCheckpointError as error:
+        except CorruptCheckpointError as error:  # On every rank, so all try the next together.
             if rank == 0:
                 _LOG.warning("checkpoint %s cannot be used, trying an older: %s", name, error)
     if names:
@@ -183,7 +182,7 @@ def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoi
 
 
 def check_model(checkpoint: Checkpoint, model: LayeredModel) -> None:
-    """Refuse a checkpoint of another model: its sublayers have other names."""
+    """Refuse a checkpoint of a model whose sublayers have other names."""
     sublayers = [sublayer.name for sublayer in model.sublayers]
     names = {shard_name(name, kind) for name in sublayers for kind in (WEIGHTS, OPTIMIZER)}
     if names != set(checkpoint.records):
@@ -199,7 +198,7 @@ def _of_another_model(what: str, saved: Iterable[str], ours: Iterable[str]) -> V
 
 
 def refuse_another_run(what: str, begun: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise a ValueError where a run does not have what the one that it goes on with had.
+    """Raise a ValueError where a run's identity is not that of the run which it continues.
 
     Args:
         what: begins the message, as "checkpoint X was saved with".
@@ -221,7 +220,7 @@ def read_shards(
     *,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Shard]:
-    """Read the shards that this rank will hold; all ranks get theirs, or none does. Collective."""
+    """Read the shards that this rank will hold; an error is raised on all ranks. Collective."""
 
     def read() -> dict[str, Shard]:
         shards = {name: checkpoint.read(name) for name in names}
@@ -247,7 +246,6 @@ def _check_fit(name: str, saved: Shard, held: Shard) -> None:
 
 
 def _note(path: Path, data: bytes) -> None:
-    """Write a little at the start; where there is no room, there would be none for checkpoints."""
     try:
         replace_file(path, data)
     except OSError as error:
@@ -256,7 +254,7 @@ def _note(path: Path, data: bytes) -> None:
 
 
 def _noted_launchers(folder: Path) -> list[str]:
-    """Return who started the folder's run; nobody where that cannot be read."""
+    """Return who started the folder's run, [] where that cannot be read."""
     with suppress(OSError, ValueError, TypeError):
         return list(json.loads((folder / _LAUNCHERS).read_text()))
     return []
@@ -267,13 +265,13 @@ _POLL_S = 0.2
 
 
 def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
-    """Hold a folder, made if it is missing, until the returned file is closed.
+    """Lock a folder, created if missing, until the returned file is closed.
 
-    The system closes it once this process and those it forked have ended. Where the file system
-    has no locks, this warns and holds nothing.
+    The kernel closes it once this process and its forks have ended. On a file system without locks
+    this warns, and locks nothing.
 
     Raises:
-        ValueError: another run still holds the folder after `patience_s`, it cannot be written, or
+        ValueError: another run still holds the folder after `patience_s`; it cannot be written; or
             its lock is a symbolic link.
     """
     try:
@@ -295,13 +293,14 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
 
 
 def _wait_for(file: FileIO, folder: Path, patience_s: float) -> bool:
-    """Tell whether the file could be locked, for which others are waited."""
+    """Wait for the lock; tell whether there is one, or raise a ValueError when time is up."""
     deadline, has_warned = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
+            # These two say that another holds it; any other, that there are no locks here.
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 text = "folder %s cannot be locked: %s; start no second run in it"
                 _LOG.warning(text, folder, error)

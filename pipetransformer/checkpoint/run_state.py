@@ -1,7 +1,7 @@
-"""Say what a checkpoint holds of a run beside its tensors, and take it up again.
+"""Gather what a checkpoint holds of a run, and continue a run from it.
 
-There are no random generators to save: sample order, dataset reads and dropout are seeded from the
-run's seed and the position. Neither is the learning rate, a function of the position.
+It holds no random generators: sample order, dataset reads and dropout are seeded from the run's
+seed and the position. It holds no learning rate either, a function of the position.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from pipetransformer.processes import World, cpu_name, is_restarted, told_by_ran
 
 _LOGGER = logging.getLogger(__name__)
 _LOCK_PATIENCE_S = 120.0
-"""How long a restarted run waits for its predecessor to let go of the folder: on a network file
-system a lost node's lock stays for a while, with NFSv4 on Linux for 90 s."""
+"""How long a restarted run waits for the folder's lock. A lost node's lock stays for a while on a
+network file system, with NFSv4 on Linux for 90 s."""
 
 _UNTOLD = ("seed", "folder", "resume", "progress", "label")
-"""Settings that cannot change, or do not matter to what is trained."""
+"""Settings that cannot change, or do not affect training."""
 
 _PATIENCE_STEPS = 1.0
-"""For how many steps training may stop for the save before."""
+"""The most steps' time for which training waits for the save before."""
 
 
 class Part(Protocol):
@@ -58,9 +58,10 @@ class Part(Protocol):
 
 
 class RunState:
-    """Save and restore what changes while a run trains; its parts do so themselves.
+    """Save and restore what changes while a run trains.
 
-    `continues` says from where, once begun; "" for a run that starts.
+    Attributes:
+        continues: once begun, a sentence that says where the run continues; "" where it starts.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class RunState:
         self.continues = ""
 
     def open(self) -> Checkpoint | None:
-        """Get ready to save, and return the checkpoint to continue from, if any. Collective."""
+        """Claim the folder; return the checkpoint to continue from, if any. Collective."""
         config, group = self._task.config, self._world.group
         if config.folder is None:
             return None
@@ -100,15 +101,17 @@ class RunState:
             self._saver = Saver(directory, self._world, keep=keep, timeout_s=timeout_s)
         checkpoint = open_latest(directory, group=group) if self._resumes else None
         if checkpoint is not None:
-            self._check(checkpoint)
+            check_model(checkpoint, self._task.model)
+            saved = f"checkpoint {checkpoint.folder} was saved with"
+            refuse_another_run(saved, checkpoint.scalars, self._identity())
         return checkpoint
 
     def _claim(self, folder: Path) -> bool:
-        """Lock the folder, and tell whether the run in it is continued."""
+        """Lock the folder, and tell whether this run continues the one in it. For rank 0."""
         config = self._task.config
         waits = min(_LOCK_PATIENCE_S, config.setup_timeout_s / 2) if is_restarted() else 0.0
         self._lock = lock_folder(folder, patience_s=waits)
-        # Asked before, but another run may have come and gone since.
+        # Checked before the ranks met, too, but another run may have come and gone since.
         continues = resumes(config)
         if continues and config.resume in (False, "replace"):
             _LOGGER.warning("the processes were started again: the run in %s continues", folder)
@@ -118,7 +121,7 @@ class RunState:
         return continues
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
-        """Measure where need be, and continue from a checkpoint if there is one. Collective."""
+        """Measure what is not known, and restore a checkpoint if there is one. Collective."""
         self._elastic.begin(self._kept_measurements(checkpoint) if checkpoint else None)
         if checkpoint:
             self._restore(checkpoint)
@@ -127,7 +130,7 @@ class RunState:
         self._elastic.open_journal(from_step=step if self._resumes else None)
 
     def _kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
-        """Return what was measured before, where it was on as many such ranks. Collective."""
+        """Return a checkpoint's measurements if all ranks' hardware is the same. Collective."""
         saved, world = checkpoint.scalars, self._world
         shape, hardware = saved["world"], [rank["hardware"] for rank in saved["ranks"]]
         same = (shape["num_ranks"], shape["slots_per_node"]) == (world.size, world.slots_per_node)
@@ -136,11 +139,11 @@ class RunState:
         return Measurements.from_json(saved["measurements"]) if self._keeps else None
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint that any number of ranks may have written. Collective."""
+        """Restore a checkpoint that any number of ranks may have written. Collective."""
         scalars, elastic = checkpoint.scalars, self._elastic
         self._timeline.position = Position(**scalars["position"])
         for name, part in self._parts.items():
-            # A run that was saved in another precision has no loss scale: it starts anew.
+            # A run that was saved in another precision has no loss scale.
             if name in scalars["parts"]:
                 part.load_state_dict(scalars["parts"][name])
         if scalars["world"] != plan_shape(self._task, self._world):
@@ -167,19 +170,19 @@ class RunState:
         return where + (f"; changed since: {', '.join(changed)}" if changed else "")
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a run that continues may set otherwise, as plain values."""
+        """Return the settings that a continued run may change, as plain values."""
         plain = self._task.config.plain()
         rate = {"peak_learning_rate": self._optimizer.peak_learning_rate}
         return {**{name: plain[name] for name in plain if name not in _UNTOLD}, **rate}
 
     def save_if_due(self) -> Saved | None:
-        """Have a checkpoint written where one is due; return one that has been since."""
+        """Start to write a checkpoint if one is due; return the one that was completed since."""
         if self._saver is None:
             return None
         decision = self._elastic.decision
         assert decision is not None
         if decision.changes(self._reserved_for) and self._saver.is_idle:
-            # Only after a step: there is no optimizer state before the first.
+            # Here, after a step: before the first one the shards lack the optimizer's state.
             self._reserved_for = decision
             self._saver.reserve(self._deployment.owned_shards())
         if self._timeline.save_due() and self._may_save(self._saver, decision):
@@ -202,7 +205,7 @@ class RunState:
         return self._saver.take_saved()
 
     def _may_save(self, saver: Saver, decision: Decision) -> bool:
-        """Wait a step at most for the save before this one; the run's last save waits longer."""
+        """Wait at most a step for the save before this one; the run's last save always waits."""
         patience_s = _PATIENCE_STEPS * decision.plan.predicted_step_s
         may = self._timeline.is_over or saver.catches_up(patience_s=patience_s)
         if not may and self._world.is_main:
@@ -212,48 +215,57 @@ class RunState:
             )
         return may
 
-    def newest_checkpoint(self) -> str | None:
-        """Give a save under way a moment, on all ranks; rank 0 names the newest checkpoint."""
+    def where_it_stopped(self) -> str:
+        """Return rank 0's sentence on the run's step and how to continue it; "" on other ranks.
+
+        It gives a save under way a moment, on all ranks.
+        """
         config = self._task.config
         if self._saver is not None:
             self._saver.abandon()
-        if config.folder is None or not self._world.is_main:
-            return None
-        return next((one.name for one in published(Path(config.folder) / CHECKPOINTS)), None)
+        if not self._world.is_main:
+            return ""
+        stopped = f"stopped at step {self._timeline.position.step}"
+        if config.folder is not None:
+            newest = next(iter(published(Path(config.folder) / CHECKPOINTS)), None)
+            if newest is not None:
+                return (
+                    f"{stopped}; the newest checkpoint is {newest.name}: continue it with "
+                    "resume='auto', or with train(resume_from_checkpoint=True) of "
+                    "pipetransformer.hf"
+                )
+            if config.saves:
+                return f"{stopped}, before the first checkpoint; resume='auto' starts the run anew"
+        return (
+            f"{stopped}; there is no checkpoint: a run that is to be continued needs folder= and "
+            "checkpoint_every_steps= or checkpoint_every_epochs="
+        )
 
     def finish(self) -> Saved | None:
-        """Wait until the last checkpoint is written, as `Saver.wait` does; return it."""
+        """Wait until the last checkpoint is written, as `Saver.wait`; return it."""
         if self._saver is None:
             return None
         self._saver.wait()
         return self._saver.take_saved()
 
     def close(self, *, failed: bool) -> None:
-        """End saving; after a failure of this rank the others are not waited for."""
+        """End saving, after a failure of this rank without waiting for the others."""
         try:
             if self._saver is not None:
                 end = self._saver.abandon if failed else self._saver.close
                 end()
         finally:
-            # Where a thread still writes, the folder is this process's until it ends.
+            # While a thread still writes, no other run may enter the folder.
             if self._lock is not None and (self._saver is None or self._saver.is_idle):
                 self._lock.close()
 
-    def _check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of another model, or after which samples would be lost."""
-        check_model(checkpoint, self._task.model)
-        saved = f"checkpoint {checkpoint.folder} was saved with"
-        refuse_another_run(saved, checkpoint.scalars, self._identity())
-
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it must have in common."""
+        traits = self._optimizer
         return {
             "seed": self._task.config.seed,
             "num_samples": self._timeline.num_samples,
-            "optimizer": {
-                "name": self._optimizer.name,
-                "entries": list(self._optimizer.entries),
-            },
+            "optimizer": {"name": traits.name, "entries": list(traits.entries)},
         }
 
 

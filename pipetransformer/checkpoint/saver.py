@@ -4,9 +4,9 @@
     rank 0            folder | write | wait for all | manifest, latest |
     other ranks              | write | tell rank 0  |
 
-The ranks' writers speak to each other in a group of their own, which the training loop never uses.
-One save is under way at a time. One that is due meanwhile is left out on all ranks alike, so that
-a slow disk costs checkpoints and not time; only the end of the run waits.
+The ranks' writers talk in a group of their own, which the training loop never uses. One save is
+under way at a time. A save that falls due meanwhile is skipped on all ranks, so a slow disk costs
+checkpoints and no time. Only the end of the run waits.
 """
 
 from __future__ import annotations
@@ -21,24 +21,83 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autodp import broadcast_json, gather_json
+from autopipe.engine import Milestone
 from pipetransformer.checkpoint.format import (
     ShardRecord,
+    Shards,
     checkpoint_folder,
     discard,
     publish,
     write_shards,
 )
-from pipetransformer.checkpoint.snapshot import Shards, Snapshot, num_bytes_of
 from pipetransformer.durable_files import check_plain
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World
 
+_ALIGNMENT_BYTES = 64
 _GRACE_S = 10.0
 """How long a process that ends with an error lets a save finish."""
 _LOG = logging.getLogger(__name__)
+
+
+class Snapshot:
+    """Copy shards into host memory that is kept from save to save; the copy stops training.
+
+    Fresh memory is several times slower to fill than memory that was used before, so it is
+    reserved ahead. A GPU copies faster into pinned memory.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copied: Milestone | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Get memory of at least this size; a larger one replaces the old, with its contents."""
+        if num_bytes > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # Never two of them at once.
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory.zero_()  # A page becomes memory when it is first written.
+
+    def take(self, shards: Shards) -> Shards:
+        """Return contiguous copies of the shards, which overwrite an earlier call's.
+
+        Copies from a GPU are queued behind the work of its current stream. Call `finish` before
+        reading them; training may go on at once.
+        """
+        self.reserve(num_bytes_of(shards))
+        taken: dict[str, dict[str, Tensor]] = {}
+        start = 0
+        for name, tensors in shards.items():
+            taken[name] = {}
+            for key, tensor in tensors.items():
+                place = self._memory[start : start + tensor.nbytes]
+                copy = place.view(tensor.dtype).view(tensor.shape)
+                taken[name][key] = copy.copy_(tensor.detach(), non_blocking=True)
+                start += _aligned_bytes(tensor)
+        if self._pinned:
+            self._copied = Milestone()
+        return taken
+
+    def finish(self) -> None:
+        """Wait until a GPU's copies have arrived; in any thread."""
+        if self._copied is not None:
+            self._copied.wait()
+
+
+def num_bytes_of(shards: Shards) -> int:
+    """Return the memory that a snapshot of the shards takes."""
+    return sum(_aligned_bytes(one) for tensors in shards.values() for one in tensors.values())
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    # Memory can be viewed as a dtype only from a multiple of that dtype's size.
+    return -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -46,10 +105,9 @@ class Saved:
     """Report the checkpoint of a step.
 
     Args:
-        stopped_s: how long training was stopped: for the save before, and for the copy.
-        written_s: how long writing took beside training, until it counted.
-        num_bytes: of all ranks' files, on rank 0; 0 where there is no checkpoint, as a write
-            failed.
+        stopped_s: how long training stood still, for the save before and for the copy.
+        written_s: how long writing took beside training, until the checkpoint counted.
+        num_bytes: of all ranks' files, on rank 0; 0 where a write failed.
     """
 
     step: int
@@ -62,8 +120,9 @@ class Saved:
 class Saver:
     """Write one checkpoint at a time in a thread of its own. Built by all ranks together.
 
-    All nodes share the directory, in which the newest `keep` checkpoints stay; the slowest rank's
-    files are waited for as long as `timeout_s`.
+    Args:
+        directory: shared by all nodes; the newest `keep` checkpoints stay there.
+        timeout_s: limit of a wait for the slowest rank's files.
     """
 
     def __init__(self, directory: Path, world: World, *, keep: int, timeout_s: float) -> None:
@@ -75,6 +134,7 @@ class Saver:
         self._snapshot = Snapshot(pinned=world.device.type == "cuda")
         self._group: dist.ProcessGroup | None = None
         if world.group is not None:
+            # Messages of two threads in one group would be mistaken for each other.
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
@@ -87,35 +147,36 @@ class Saver:
         return self._writer is None or not self._writer.is_alive()
 
     def reserve(self, shards: Shards) -> None:
-        """Get memory for a copy of such shards in the background, ahead of the first save."""
+        """Get memory for a copy of these shards in the background, ahead of the first save."""
         assert self.is_idle
         self._start("memory for a checkpoint", self._snapshot.reserve, num_bytes_of(shards))
 
     def save(
         self, step: int, shards: Shards, *, scalars: Mapping[str, Any], own: Mapping[str, Any]
     ) -> None:
-        """Copy this rank's shards, and have them written while training goes on.
+        """Copy this rank's shards, and write them while training goes on.
 
         Args:
             shards: those this rank owns; they may change as soon as this returns.
-            scalars: plain values by name, rank 0's count.
+            scalars: plain values by name; rank 0's are saved.
             own: plain values of this rank; `scalars["ranks"]` lists them in the checkpoint.
         Raises:
-            TypeError, RuntimeError: a value that JSON cannot hold; or see `wait`.
+            TypeError: JSON cannot hold a value.
+            RuntimeError: as `wait`.
         """
         start = time.perf_counter()
         self.wait()
         copies = self._snapshot.take(shards)
         state = {"scalars": scalars, "own": own}
         check_plain(state, "state")
-        # A copy of these, too: training goes on changing them.
+        # A deep copy, as training goes on changing them.
         state = json.loads(json.dumps(state))
         stopped_s = self._waited_s + time.perf_counter() - start
         self._waited_s = 0.0
         self._start(f"the checkpoint of step {step}", self._write, step, copies, state, stopped_s)
 
     def catches_up(self, *, patience_s: float) -> bool:
-        """Wait so long for this rank's save; tell whether all ranks' have ended. Collective."""
+        """Wait for this rank's save; tell whether all ranks' saves have ended. Collective."""
         start = time.perf_counter()
         if self._writer is not None:
             self._writer.join(patience_s)
@@ -123,7 +184,7 @@ class Saver:
         return all(gather_json(self.is_idle, group=self._world.group))
 
     def take_saved(self) -> Saved | None:
-        """Return the report of a save that has ended since the last call, or None."""
+        """Return the report of the save that ended since the last call, if any."""
         saved, self._saved = self._saved, None
         return saved
 
@@ -131,7 +192,7 @@ class Saver:
         """Wait for the save under way, if there is one.
 
         Raises:
-            RuntimeError: this rank's writer did not end in time, or lost another rank's.
+            RuntimeError: this rank's writer did not end in time, or lost another rank.
         """
         if self._writer is not None:
             self._writer.join(self._timeout_s)
@@ -147,7 +208,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait as `wait` does, and destroy the group; every rank calls it."""
+        """Wait as `wait` does, and destroy the group. Collective."""
         try:
             self.wait()
         finally:
@@ -156,7 +217,7 @@ class Saver:
                 self._group = None
 
     def abandon(self) -> None:
-        """Give the save under way a moment to finish, after an error."""
+        """Give the save under way a moment to finish, and leave it."""
         if self._writer is not None:
             self._writer.join(_GRACE_S)
 
@@ -170,6 +231,7 @@ class Saver:
         try:
             folder, num_bytes = self._write_together(step, shards, state)
         except Exception as error:
+            # A thread's error goes nowhere, so `wait` raises it in the training loop.
             self._error = RuntimeError(
                 f"rank {self._world.rank} could not save a checkpoint of step {step}: {error}; if "
                 "no other rank failed, raise setup_timeout_s or save to a faster disk"
@@ -181,8 +243,8 @@ class Saver:
     def _write_together(
         self, step: int, shards: Shards, state: dict[str, Any]
     ) -> tuple[Path, int]:
-        """Write with all ranks; return where, and the bytes of all of them, 0 if one failed."""
-        # A full disk must not end the run, nor leave the other ranks waiting.
+        """Write with all ranks; return the folder and all ranks' bytes, 0 if a write failed."""
+        # No OSError leaves here: a full disk must not end the run, nor leave others waiting.
         path, failure, written = "", "", dict[str, Any]()
         if self._world.is_main:
             try:

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be trained in parts, by looking at them."""
+"""Describe what is trained, and refuse models that cannot be trained in parts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,75 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.loss import Loss
+from autopipe.loss import Loss, LossFunction, choose_loss, smooth_labels
+from freeze import FreezePolicy, checked_scale, sets_rates
+from pipetransformer.checks.optimizer_trial import try_optimizer
 from pipetransformer.checks.rank_checks import attributes_of, held_tensors
-from pipetransformer.model import LayeredModel, named_tensors, refuse_hooks
+from pipetransformer.config import TrainConfig
+from pipetransformer.model import (
+    DTYPES,
+    LayeredModel,
+    OptimizerFactory,
+    OptimizerTraits,
+    Task,
+    adamw,
+    decay_by_layer,
+    named_tensors,
+    refuse_hooks,
+    split_by_layer,
+)
+from pipetransformer.processes import likely_device, world_size
 
 _LOGGER = logging.getLogger(__name__)
 
 
+def describe_task(
+    layered: LayeredModel,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | None,
+    config: TrainConfig,
+    policy: FreezePolicy,
+) -> tuple[Task, OptimizerTraits]:
+    """Return what is trained, and what its optimizer is like, before the processes meet.
+
+    Raises:
+        ValueError: the model, the loss, the optimizer or the policy cannot be used.
+    """
+    refuse_model(layered, DTYPES[config.precision])
+    policy.check(layered.num_layers)
+    optimizer = optimizer or adamw()
+    traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
+    if config.layer_decay is not None:
+        optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
+    if sets_rates(policy, layered.num_layers):
+        optimizer = split_by_layer(optimizer, layered)
+    loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
+    loss = smooth_labels(loss, config.label_smoothing)
+    trainable = frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad)
+    # Every step needs the gradient's norm anyway.
+    signals = policy.signals | set(config.signals) | {"gradient_norm"}
+    if world_size() > 1:
+        _refuse_captured(loss, layered.model)
+    return Task(layered, loss, optimizer, config, trainable, signals), traits
+
+
+def rate_of_layer(
+    policy: FreezePolicy, num_layers: int, layer: int | None, done: float
+) -> float | None:
+    """Return a policy's factor on a layer's learning rate, or None for the run's own.
+
+    Args:
+        layer: None is the head, which counts as a layer above the others.
+        done: share of the run, 0 to 1.
+    """
+    return checked_scale(policy, num_layers if layer is None else layer, num_layers, done)
+
+
 def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
-    """Refuse what would be lost, or mean something else, where layers move and batches are split,
-    and weights that a low precision would round at every update.
+    """Refuse what would be lost or altered where layers move and batches are split.
+
+    Args:
+        computes_in: a low precision, over weights that must be in float32; None is any.
     """
     sides, mask = model.sides_of(0, len(model.sublayers)), model.padding_mask
     if mask is not None and mask not in sides:
@@ -34,6 +93,7 @@ def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        # The base of BatchNorm1d to 3d, SyncBatchNorm and their lazy forms, not of InstanceNorm.
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
                 f"{name!r} is a {type(module).__name__}: its statistics would depend on the "
@@ -72,6 +132,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         for name, tensor in named_tensors(model).items()
         if tensor.numel() and not tensor.is_meta
     )
+    # Sorted by address: if any two overlap, so do two neighbours.
     for (_, end, name), (start, _, other) in zip(held, held[1:], strict=False):
         if start < end:
             raise ValueError(
@@ -82,9 +143,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _refuse_references(model: nn.Module) -> None:
-    """Refuse plain attributes that hold a parameter, or a view of one: they keep the old one
-    where it moves.
-    """
+    """Refuse plain attributes that hold a tensor of the model: they keep it where it moves."""
     names = _names_by_memory(model)
     for owner, module in model.named_modules():
         for attribute, value in attributes_of(module).items():
@@ -96,12 +155,8 @@ def _refuse_references(model: nn.Module) -> None:
                 )
 
 
-def refuse_captured(loss: Loss, model: nn.Module) -> None:
-    """Refuse a loss that holds parameters of the model, where these move and others train copies.
-
-    Raises:
-        ValueError: the message names one.
-    """
+def _refuse_captured(loss: Loss, model: nn.Module) -> None:
+    """Refuse a loss that holds parameters of the model, which move between processes."""
     names, function = _names_by_memory(model), loss.function
     parts = function.modules() if isinstance(function, nn.Module) else ()
     for value in (function, *(attributes_of(part) for part in parts)):
@@ -114,6 +169,7 @@ def refuse_captured(loss: Loss, model: nn.Module) -> None:
 
 
 def _names_by_memory(model: nn.Module) -> dict[int, str]:
+    # By storage, not by address: a view that starts in the middle counts as its owner.
     return {
         tensor.untyped_storage().data_ptr(): name
         for name, tensor in named_tensors(model).items()
@@ -123,6 +179,7 @@ def _names_by_memory(model: nn.Module) -> dict[int, str]:
 
 def _first_named(names: Mapping[int, str], value: Any) -> str | None:
     """Return the name of the first tensor that a value holds, or holds a view of."""
+    # A sparse tensor has no storage of its own.
     found = (one.untyped_storage().data_ptr() for one in held_tensors(value) if not one.is_sparse)
     return next((names[memory] for memory in found if memory in names), None)
 
@@ -150,7 +207,11 @@ def _refuse_module_hooks(model: LayeredModel) -> None:
 
 def warn_of_low_weights(model: nn.Module) -> None:
     """Say that weights which are trained in low precision lose small updates."""
-    low = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad and _is_low(p)}
+    low = {
+        name: p.dtype
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.is_floating_point() and p.itemsize < torch.float32.itemsize
+    }
     if low:
         name, dtype = next(iter(low.items()))
         _LOGGER.warning(
@@ -167,11 +228,10 @@ def warn_of_low_weights(model: nn.Module) -> None:
 def warn_of_full_float32(
     model: nn.Module, computes_in: torch.dtype | None, device: torch.device
 ) -> None:
-    """Say that a GPU multiplies float32 matrices slowly, unless it was said how it is to do so.
+    """Say that a GPU multiplies float32 matrices slowly, unless the caller has chosen how.
 
     Args:
         computes_in: what sublayers compute in; None is as the weights are.
-        device: this process's, the current one where it is a GPU.
     """
     if computes_in is not None or device.type != "cuda" or not torch.cuda.is_tf32_supported():
         return
@@ -185,12 +245,7 @@ def warn_of_full_float32(
         )
 
 
-def _is_low(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize
-
-
 def _refuse_low_weights(model: nn.Module) -> None:
-    """Refuse to compute in low precision over weights that are not in float32 themselves."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(
@@ -201,7 +256,7 @@ def _refuse_low_weights(model: nn.Module) -> None:
 
 
 def _extent_bytes(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to behind its last."""
+    """Return the bytes from a tensor's first element to its last; a view may skip some."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
     return (last + 1) * tensor.element_size()

@@ -1,8 +1,8 @@
-"""Try an optimizer out before anything starts, on parameters of a few numbers.
+"""Try an optimizer before anything starts, on parameters of a few numbers.
 
-A rank builds the optimizer over the parameters of its own stage, and builds it anew whenever these
-change. That is the same training only if a parameter's update depends on nothing but this
-parameter's gradients, state and settings. What needs more is refused.
+A rank builds the optimizer over its own stage's parameters, and again whenever these change.
+Training stays the same only if an update depends on its own parameter's gradients, state and
+settings. Other optimizers are refused.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ from pipetransformer.model import (
 
 _STEPS, _LATER_STEPS = range(3), range(3, 6)
 _LOUD = 100.0
-"""How much larger the gradients are of those parameters that a part leaves out: a norm over all of
-them is theirs."""
-
+"""Factor on the gradients of the parameters outside a part, so that they rule a norm over all."""
 
 _TORCHS = {
     *vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
     "_need_device_dtype_check_for_fused", "_opt_called", "_step_count",
     "_warned_capturable_if_run_uncaptured",
 }  # fmt: skip
-"""Attributes of an optimizer that torch keeps itself: groups, state, calls and hooks."""
+"""Attributes of an optimizer that torch keeps itself."""
 
 
 def try_optimizer(
@@ -44,13 +42,10 @@ def try_optimizer(
 ) -> OptimizerTraits:
     """Build the optimizer over small stand-ins for the trainable parameters, and step it.
 
-    The stand-ins have the parameters' names, dimensions, dtypes and attributes.
-
     Raises:
         TypeError: the factory is no function.
-        ValueError: it needs a closure or sparse gradients, cannot be built over a part of the
-            parameters, trains others than it was given, keeps state elsewhere than with its
-            parameters, or updates a parameter depending on others.
+        ValueError: it needs a closure or sparse gradients; fails for a part of the parameters;
+            trains others than it was given; keeps state elsewhere; or mixes parameters.
     """
     if not callable(factory):
         raise TypeError(
@@ -63,6 +58,7 @@ def try_optimizer(
     names = list(shapes)
     middle = (len(names) + 1) // 2
     with own_random_numbers(device), torch.enable_grad():
+        # First all parameters, for the plainer message, then each by itself.
         _Trial(factory, shapes, device, is_part=False)
         for name in names:
             _Trial(factory, {name: shapes[name]}, device)
@@ -70,8 +66,7 @@ def try_optimizer(
             loud = set(names) - set(part)
             whole = _Trial(factory, shapes, device, loud).run(_STEPS)
             alone = _Trial(factory, {name: shapes[name] for name in part}, device).run(_STEPS)
-            _compare(
-                alone,
+            alone.compare(
                 whole,
                 "in another way where it does not train the other parameters, too, as in a stage "
                 "of a pipeline or above frozen layers: by a norm or step size over all "
@@ -80,9 +75,8 @@ def try_optimizer(
             )
         going_on = _Trial(factory, shapes, device).run(_STEPS)
         resumed = _Trial(factory, shapes, device)
-        resumed.take_over(going_on)
-        _compare(
-            resumed.run(_LATER_STEPS),
+        resumed.load(going_on)
+        resumed.run(_LATER_STEPS).compare(
             going_on.run(_LATER_STEPS),
             "in another way once it is built anew with the state of its parameters, as whenever "
             "layers move: it keeps something elsewhere",
@@ -94,15 +88,13 @@ def try_optimizer(
     return OptimizerTraits(going_on.name, going_on.learning_rate, entries, settings)
 
 
-def _compare(one: _Trial, other: _Trial, how: str) -> None:
-    for name, parameter in one.parameters.items():
-        tolerance = 64 * torch.finfo(parameter.dtype).eps
-        if not parameter.allclose(other.parameters[name], rtol=tolerance, atol=tolerance):
-            raise ValueError(f"{one.name} updates {name!r} {how}; or use another optimizer")
-
-
 class _Trial:
-    """Hold stand-ins and the optimizer over them."""
+    """Hold stand-ins and the optimizer over them.
+
+    Args:
+        loud: names of the parameters whose gradients are `_LOUD`.
+        is_part: whether these are some of the model's parameters only; chooses the message.
+    """
 
     def __init__(
         self,
@@ -143,23 +135,30 @@ class _Trial:
         """Refuse settings with which nothing could be compared, and no weight stay finite."""
         for group in self.optimizer.param_groups:
             for key, value in group.items():
-                is_number = isinstance(value, float)
-                is_number = is_number or (isinstance(value, Tensor) and value.numel() == 1)
-                if is_number and not math.isfinite(float(value)):
+                is_tensor = isinstance(value, Tensor) and value.numel() == 1
+                if (is_tensor or isinstance(value, float)) and not math.isfinite(float(value)):
                     raise ValueError(
                         f"{self.name} has {key}={float(value)} in its parameter groups; give a "
                         "finite number"
                     )
 
-    def take_over(self, other: _Trial) -> None:
-        """Continue from another trial's weights and its optimizer's state of them."""
+    def load(self, other: _Trial) -> None:
+        """Continue from another trial's weights and state."""
         for name, parameter in other.parameters.items():
             self.parameters[name].data.copy_(parameter.data)
         state = take_state(other.optimizer, other.parameters)
+        # take_state gives the optimizer's own tensors, which the other trial goes on updating.
         put_state(self.optimizer, self.parameters, {k: t.clone() for k, t in state.items()})
 
+    def compare(self, other: _Trial, how: str) -> None:
+        """Refuse the optimizer where the other trial's weights are not the same."""
+        for name, parameter in self.parameters.items():
+            tolerance = 64 * torch.finfo(parameter.dtype).eps
+            if not parameter.allclose(other.parameters[name], rtol=tolerance, atol=tolerance):
+                raise ValueError(f"{self.name} updates {name!r} {how}; or use another optimizer")
+
     def run(self, steps: range) -> _Trial:
-        """Take some steps; refuse what keeps state that is no parameter's."""
+        """Take some steps; refuse an optimizer that keeps state outside its parameters'."""
         before = self._other_state()
         for step in steps:
             for name, parameter in self.parameters.items():
@@ -186,28 +185,25 @@ class _Trial:
         """Spell what the optimizer holds in its groups and attributes."""
         groups = self.optimizer.param_groups
         keys = {key for group in groups for key in group if key != "params"}
-        spelled = {
+        own = {key: value for key, value in vars(self.optimizer).items() if key not in _TORCHS}
+        return {
             f"{key!r} in its parameter groups": _spell([group.get(key) for group in groups])
             for key in keys
-        }
-        for key, value in vars(self.optimizer).items():
-            if key not in _TORCHS:
-                spelled[f"the attribute {key!r}"] = _spell(value)
-        return spelled
+        } | {f"the attribute {key!r}": _spell(value) for key, value in own.items()}
 
 
 def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Make a parameter of a few numbers; what is noted on the real one is noted on it."""
     # timm's Muon trains what has fewer than four rows or columns in another way.
     shape = [min(size, 4) for size in parameter.shape]
     small = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=device))
     small.data.copy_(_random(name, small))
+    # An optimizer may group parameters by attributes that the model has set on them.
     vars(small).update(vars(parameter))
     return small
 
 
 def _random(what: str, like: Tensor) -> Tensor:
-    """Return numbers of a tensor's shape that are a function of a text, between 0.5 and 1.5."""
+    """Return numbers from 0.5 to 1.5 in a tensor's shape; they are a function of the text."""
     generator = torch.Generator().manual_seed(sum(what.encode()) * 7919 + len(what))
     values = torch.rand(like.shape, generator=generator) + 0.5
     return values.to(like.dtype).to(like.device)
@@ -215,8 +211,8 @@ def _random(what: str, like: Tensor) -> Tensor:
 
 def _spell(value: Any) -> str:
     """Spell plain values and tensors, so that a change in place shows; others by their type."""
-    return json.dumps(value, default=_plainly, skipkeys=True)
 
+    def plain(one: Any) -> Any:
+        return one.tolist() if isinstance(one, Tensor) else str(type(one))
 
-def _plainly(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else str(type(value))
+    return json.dumps(value, default=plain, skipkeys=True)

@@ -1,6 +1,7 @@
 """Refuse ranks that were given different things: they would train on, and drift apart.
 
-Look through what objects hold: containers, plain objects, functions with what they captured.
+The walk through what an object holds (`held`) is here, too: containers, plain objects, and
+functions with their captured values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _OF_A_PROCESS = {
     "cache_folder", "device", "folder", "label", "memory_limit_bytes", "num_workers", "pin_memory",
     "prefetch_factor", "progress", "resume", "setup_timeout_s", "step_timeout_s",
 }  # fmt: skip
-"""Settings that may differ, as nothing that is learned depends on them."""
+"""Settings that may differ from rank to rank: the trained weights do not depend on them."""
 _NUM_SAMPLES, _ABSENT = 4, "absent"
 
 
@@ -48,15 +49,17 @@ def refuse_differing_ranks(
     advised = {what: advice for one in found for what, (_, advice) in one.items()}
     for what, advice in advised.items():
         values = [one[what][0] if what in one else _ABSENT for one in found]
-        # What changes from read to read on one rank says nothing.
+        # None is a sample that reads differently twice on one rank: it tells nothing.
         if None not in values and any(value != values[0] for value in values):
-            raise ValueError(f"{what} differs from rank to rank ({_shortened(values)}); {advice}")
+            text = ", ".join(map(str, values))
+            text = text if len(text) < 200 else f"{text[:200]} ..."
+            raise ValueError(f"{what} differs from rank to rank ({text}); {advice}")
 
 
 def _facts(
     task: Task, optimizer: str, data: Mapping[str, Samples]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield what must be equal, by its name, with what to do where it is not."""
+    """Yield (name, (value, advice where it differs)) of all that must be equal."""
     advice = "give all ranks the same: samples are shared out, and random numbers drawn, for all"
     for name, value in task.config.plain().items():
         if name not in _OF_A_PROCESS:
@@ -72,12 +75,12 @@ def _facts(
             split = "give all ranks the same data set, split with a fixed seed: it is shared out"
             yield f"sample {index} of {name}", (told, split)
     register = "make it a buffer or a module, so that rank 0's counts"
-    for name, digest in _unregistered(task.model.model):
-        yield f"attribute {name}, which is not registered,", (digest, register)
+    for name, tensors in _unregistered(task.model.model):
+        yield f"attribute {name}, which is not registered,", (_digest(tensors), register)
 
 
-def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield digests of the tensors that modules hold in plain attributes, by name."""
+def _unregistered(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, Tensor]]]]:
+    """Yield the tensors that modules hold in plain attributes, by the attribute's name."""
     for owner, module in model.named_modules():
         for name, value in attributes_of(module).items():
             tensors: list[tuple[str, Tensor]] = []
@@ -87,7 +90,7 @@ def _unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
                 elif isinstance(one, nn.Module) and one is not model:
                     tensors += named_tensors(one).items()
             if tensors:
-                yield f"{name!r} of {owner or type(module).__name__!r}", _digest(tensors)
+                yield f"{name!r} of {owner or type(module).__name__!r}", tensors
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -95,43 +98,34 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return f"{chain_hash(0, plain, mode=''):x}"
 
 
-def _shortened(values: list[Any]) -> str:
-    text = ", ".join(map(str, values))
-    return text if len(text) < 200 else f"{text[:200]} ..."
-
-
 Numbers: TypeAlias = dict[tuple[nn.Module, str], tuple[float, ...]]
 """Numbers by the module that holds them, however deep, and the attribute's name."""
 _REGISTERED = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
-"""What torch keeps of a module itself; of a recurrent one, lists that it brings up to date."""
+"""Attributes that torch keeps up to date itself; the last two are a recurrent module's."""
 _MOST_VALUES, _MOST_MEMBERS = 10_000, 1_000
-"""As far as it is looked: what is larger is data."""
+"""Limits of the walk: a larger object is data."""
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds beside what it has registered."""
+    """Return a module's plain attributes."""
     return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """Hold the plain numbers, and the tensors with their versions, in a module's attributes and in
-    those of the modules within it.
-    """
+    """Hold the numbers, and the tensors with their versions, that a module and its parts keep."""
 
     numbers: Numbers
     tensors: list[tuple[Tensor, int]]
 
     def has_tensors_of(self, other: Remembered) -> bool:
         """Tell whether both hold the same tensors, with nothing written into them in between."""
-        pairs = zip(self.tensors, other.tensors, strict=False)
-        return len(self.tensors) == len(other.tensors) and all(
-            one is its and version == its_version for (one, version), (its, its_version) in pairs
-        )
+        # By identity: `==` would compare the tensors' elements.
+        mine, its = ([(id(t), version) for t, version in one.tensors] for one in (self, other))
+        return mine == its
 
 
 def remembered(module: nn.Module) -> Remembered:
-    """Look at what a module holds now."""
     numbers: Numbers = {}
     tensors: list[tuple[Tensor, int]] = []
     for part in module.modules():
@@ -139,7 +133,12 @@ def remembered(module: nn.Module) -> Remembered:
             several = [*held(value)]
             if own := numbers_in(several):
                 numbers[part, name] = own
-            tensors += [(one, _version(one)) for one in several if isinstance(one, Tensor)]
+            # Reading the version of an inference tensor is an error.
+            tensors += [
+                (one, -1 if one.is_inference() else one._version)
+                for one in several
+                if isinstance(one, Tensor)
+            ]
     return Remembered(numbers, tensors)
 
 
@@ -148,15 +147,12 @@ def numbers_in(values: Iterable[Any]) -> tuple[float, ...]:
     return tuple(one for one in values if isinstance(one, (int, float)) and one == one)
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # Which are not counted.
-
-
 def held(value: Any) -> Iterator[Any]:
-    """Yield a value, and what it holds, each once; modules and tensors are not looked into."""
+    """Yield a value and all that it holds, each once; modules and tensors are not opened."""
     waiting, seen = deque([value]), set[int]()
     while waiting and len(seen) < _MOST_VALUES:
         one = waiting.popleft()
+        # An object may hold itself, so each is opened once.
         if id(one) not in seen:
             seen.add(id(one))
             yield one
@@ -164,7 +160,6 @@ def held(value: Any) -> Iterator[Any]:
 
 
 def held_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a value holds."""
     return (one for one in held(value) if isinstance(one, Tensor))
 
 

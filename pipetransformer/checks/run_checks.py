@@ -1,4 +1,4 @@
-"""Refuse what cannot be trained, before anything is started."""
+"""Refuse settings and surroundings that cannot train, before anything is started."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> None:
-    """Refuse a run that cannot be split over the ranks; for launchers, before they start any.
+    """Refuse a run that cannot be split over the ranks; launchers call it before they start any.
 
-    A run that continues on fewer ranks than its length needs goes on with a shorter pipeline.
+    A run that continues on too few ranks for its length gets a shorter pipeline.
 
     Raises:
         ValueError: the length does not fit the ranks, or the global batch the replicas.
@@ -33,9 +33,12 @@ def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> Non
             f"pipeline length {length} does not fit {num_ranks} processes with {slots_per_node} "
             "slots a node"
         )
-        if not _continues(config):
+        checkpoints = None if config.folder is None else Path(config.folder) / CHECKPOINTS
+        continues = checkpoints is not None and holds_checkpoint(checkpoints) and resumes(config)
+        if not continues:
             raise ValueError(f"{unfit}; choose one of {list(allowed)} or start more")
         length = max(one for one in allowed if one < length)
+        # The ranks have not met yet, so the environment alone tells who speaks for all.
         if os.environ.get("RANK", "0") == "0":
             _LOGGER.warning("%s: the run continues with at most %d", unfit, length)
     replicas = 1 if config.scale_batch else num_ranks // length
@@ -60,7 +63,7 @@ def _check_workers(config: TrainConfig, workers: tuple[int, ...], num_ranks: int
             f"stage_workers {workers} are {sum(workers)} processes, but {num_ranks} were started; "
             "give as many"
         )
-    # Once layers are frozen, all may become replicas.
+    # Once layers are frozen, every process may become a replica of one stage.
     if config.most_micro_batches() < num_ranks:
         raise ValueError(
             f"global_batch_size {config.global_batch_size} has no micro-batch for each of the "
@@ -70,12 +73,7 @@ def _check_workers(config: TrainConfig, workers: tuple[int, ...], num_ranks: int
 
 
 def check_selection(config: TrainConfig, *, has_eval_dataset: bool) -> None:
-    """Refuse settings that judge by evaluations where there will be none.
-
-    Raises:
-        ValueError: there is no eval_dataset, nothing evaluates it, or there is no folder for the
-            best weights.
-    """
+    """Refuse settings that need evaluations, or a folder, where there are none."""
     given = {
         "load_best_model_at_end": config.load_best_model_at_end,
         "early_stopping_patience": config.early_stopping_patience is not None,
@@ -97,14 +95,7 @@ def check_selection(config: TrainConfig, *, has_eval_dataset: bool) -> None:
         )
 
 
-def _continues(config: TrainConfig) -> bool:
-    """Tell whether there is a run to continue, and it is to be continued."""
-    folder = config.folder
-    return folder is not None and holds_checkpoint(Path(folder) / CHECKPOINTS) and resumes(config)
-
-
 def warn_of_large_batch(config: TrainConfig, num_samples: int) -> None:
-    """Say where an epoch is one step that is smaller than was asked for."""
     if config.global_batch_size > num_samples:
         _LOGGER.warning(
             "global_batch_size is %d, but the training set has %d samples: an epoch is one step "
@@ -115,7 +106,7 @@ def warn_of_large_batch(config: TrainConfig, num_samples: int) -> None:
 
 
 def refuse_surroundings(*, trains: bool) -> None:
-    """Refuse to run within modes of torch that would change the numbers and say nothing.
+    """Refuse to run within modes of torch that would silently change the numbers.
 
     Raises:
         ValueError: an autocast, `inference_mode` or, where gradients are needed, `no_grad` is on.

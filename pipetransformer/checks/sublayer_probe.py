@@ -1,14 +1,14 @@
-"""Run two samples through the sublayers, and refuse what cannot be trained in parts.
+"""Run two samples through the sublayers, and refuse models that cannot be trained in parts.
 
     pass          samples   mode    what must hold
     training      b a       train   no sublayer writes into its tensors, counts its calls, or
                                     depends on earlier ones; gradients reach the first
     first         a b       eval    no random numbers are drawn, nothing is written
-    split         a, b      eval    each sublayer gives each sample by itself what it gave first
+    split         a, b      eval    each sublayer's outputs are those of the first pass
 
-A sublayer that does not is run with both once more, to tell what depends on how a batch is split
-from what depends on what ran before. At the end the loss of both samples is held against those of
-each. Two samples that are evaluated run once, in eval mode.
+A sublayer that fails the last pass runs with both samples once more. This tells a dependence on
+the split from a dependence on earlier calls. At the end the loss of both samples is compared with
+the loss of each. The probe of an evaluation is the second pass, with the loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,20 +35,22 @@ from pipetransformer.stage import written_text
 _LOGGER = logging.getLogger(__name__)
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Of a sublayer's output, by its largest number; a sum's order alone changes far less."""
+"""Relative to a sublayer's largest output; the order of a sum alone changes far less."""
 _COARSEST = 5e-2
-"""For what is computed in low precision."""
+"""The same where sublayers compute in low precision."""
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
-"""Of errors that keep their kind where a sublayer's name is added."""
+"""Errors that keep their class where a sublayer's name is added."""
 
 
-def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
-    """Run the passes, on this rank's device; everything is then as it was. Collective.
+def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> set[int]:
+    """Run the passes on this rank's device, and leave everything as it was. Collective.
 
     No layer may be frozen yet, or held elsewhere. Ids that are read may exceed the training set.
 
+    Returns:
+        the sublayers, by index, that draw from Python's or numpy's generator in training.
     Raises:
-        ValueError: on every rank: the message names the first sublayer, and what it does.
+        ValueError: on every rank; the message names the first sublayer, and its fault.
     """
 
     def run() -> _Probe:
@@ -70,10 +71,11 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
                 "micro_batch_size=... fixes the cut",
                 probe.is_random,
             )
+    return probe.plainly_random
 
 
 def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
-    """Evaluate two samples, so that data which cannot be fails before the first step. Collective.
+    """Evaluate two samples, so that unusable data fails before the first step. Collective.
 
     Raises:
         ValueError: on every rank: an entry is missing, or a sublayer or the loss fails.
@@ -81,7 +83,8 @@ def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) 
 
     def run() -> None:
         try:
-            _Probe(task, world.device, read(torch.arange(2))).run_evaluation()
+            probe = _Probe(task, world.device, read(torch.arange(2)))
+            task.loss_fn(probe.evaluate()[-1], task.model.targets_of(probe.batch))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -92,25 +95,30 @@ def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) 
     agree(run, group=world.group)
 
 
-@dataclass
 class _Probe:
-    task: Task
-    device: torch.device
-    samples: Batch
-    is_random: str = ""
-    """What first draws random numbers in training."""
+    """Hold two samples on a device, and findings.
+
+    Attributes:
+        is_random: the first module that draws random numbers in training, for a message.
+        plainly_random: see `probe_sublayers`.
+    """
+
+    def __init__(self, task: Task, device: torch.device, samples: Batch) -> None:
+        self.task, self.device = task, device
+        self.batch = {name: t.to(device) for name, t in samples.items()}
+        self.is_random = ""
+        self.plainly_random: set[int] = set()
 
     def run(self) -> None:
-        """Run the passes; refuse what the first that fails has found."""
-        batch = {name: t.to(self.device) for name, t in self.samples.items()}
-        swapped = {name: t.flip(0) for name, t in batch.items()}
-        self._train(swapped)
-        first = self._evaluate(batch)
-        inputs: Tensor | Batch = batch
+        """Run the passes; the first that fails raises."""
+        self._train({name: t.flip(0) for name, t in self.batch.items()})
+        first = self.evaluate()
+        inputs: Tensor | Batch = self.batch
         for index, expected in enumerate(first):
-            self._compare(index, inputs, batch, expected)
+            # Each gets the first pass's input, so that only the faulty sublayer differs.
+            self._compare(index, inputs, expected)
             inputs = expected
-        self._try_loss(first[-1], self.task.model.targets_of(batch))
+        self._try_loss(first[-1], self.task.model.targets_of(self.batch))
 
     def _try_loss(self, output: Tensor, target: Any) -> None:
         """Refuse a loss that depends on how a batch is split, or counts its calls."""
@@ -118,6 +126,7 @@ class _Probe:
         before = _numbers_of(loss.function)
         refuse_split(loss, output, target)
         once = _numbers_of(loss.function)
+        # A number that is set once, as a size, does no harm: only a second change counts calls.
         if once != before:
             refuse_split(loss, output, target)
         if _numbers_of(loss.function) != once:
@@ -126,11 +135,6 @@ class _Probe:
                 "called for every micro-batch, and to be tried, so that such a number counts no "
                 "steps: change it in a callback's on_step_end instead"
             )
-
-    def run_evaluation(self) -> None:
-        """Run forwards and the loss as an evaluation does."""
-        batch = {name: t.to(self.device) for name, t in self.samples.items()}
-        self.task.loss_fn(self._evaluate(batch)[-1], self.task.model.targets_of(batch))
 
     def _train(self, batch: Batch) -> None:
         model = self.task.model
@@ -146,16 +150,16 @@ class _Probe:
                 if not self.is_random and random_state(self.device) != before:
                     self.is_random = _random_part(sublayer.name, sublayer.module)
                 if plain_random_state() != plain:
-                    model.plainly_random.add(index)
+                    self.plainly_random.add(index)
                 has = remembered(sublayer.module)
                 if has.numbers != had.numbers:
                     self._refuse_counter(index, hidden, batch, had.numbers, has.numbers)
-                # What is registered is refused behind it, by its name.
+                # Written parameters and buffers are refused by `_lent`, which names them.
                 if not (has.has_tensors_of(had) or find_changed(model.tensors(index), found)):
                     self._refuse_memory(index, hidden, batch)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
-                        # Not `grad`, which reentrant checkpointing does not allow.
+                        # Not autograd.grad, which reentrant checkpointing does not allow.
                         output.backward(torch.ones_like(output))
                     if hidden.grad is None:
                         raise ValueError(
@@ -169,14 +173,15 @@ class _Probe:
     def _refuse_counter(
         self, index: int, value: Tensor | Batch, batch: Batch, before: Numbers, once: Numbers
     ) -> None:
-        """Refuse numbers that change in each call; one that is set once, as a size, does no harm.
+        """Refuse a sublayer whose numbers change in each call; one that is set once does no harm.
 
         Args:
-            before, once: of the sublayer before it was called for the first time, and after that.
+            before, once: its numbers before the first call, and after it.
         """
         sublayer = self.task.model.sublayers[index]
         self._call(index, value, batch)
         twice = remembered(sublayer.module).numbers
+        # Put back what two calls have counted: training starts from the model as it was given.
         for (module, name), (number, *_) in before.items():
             if isinstance(vars(module)[name], (int, float)):
                 setattr(module, name, number)
@@ -190,11 +195,13 @@ class _Probe:
             )
 
     def _refuse_memory(self, index: int, value: Tensor | Batch, batch: Batch) -> None:
-        """Refuse a sublayer whose output depends on what it was given before; one that only shows
-        what it has computed, as its attention's weights, does no harm.
+        """Refuse a sublayer whose output depends on earlier inputs.
+
+        One that only keeps a result, as attention weights, does no harm.
         """
         outputs = []
         for samples in (slice(None), slice(0, 1), slice(None)):
+            # The same random numbers each time, so that dropout alone makes no difference.
             with own_random_numbers(self.device):
                 torch.manual_seed(0)
                 seed_plainly(0)
@@ -208,13 +215,14 @@ class _Probe:
                 "on its arguments and parameters alone"
             )
 
-    def _evaluate(self, batch: Batch) -> list[Tensor]:
+    def evaluate(self) -> list[Tensor]:
+        """Return each sublayer's output in eval mode; refuse one that draws random numbers."""
         outputs: list[Tensor] = []
-        value: Tensor | Batch = batch
+        value: Tensor | Batch = self.batch
         for index, sublayer in enumerate(self.task.model.sublayers):
             with self._lent(index, training=False):
                 before = random_state(self.device)
-                value = self._call(index, value, batch)
+                value = self._call(index, value, self.batch)
                 if random_state(self.device) != before:
                     raise ValueError(
                         f"sublayer {sublayer.name!r} draws random numbers in eval mode, so that "
@@ -224,8 +232,10 @@ class _Probe:
             outputs.append(value)
         return outputs
 
-    def _compare(self, index: int, value: Tensor | Batch, batch: Batch, expected: Tensor) -> None:
-        name, cuts = self.task.model.sublayers[index].name, (slice(0, 1), slice(1, 2))
+    def _compare(self, index: int, value: Tensor | Batch, expected: Tensor) -> None:
+        """Refuse a sublayer that gives one sample another output than two."""
+        name, batch = self.task.model.sublayers[index].name, self.batch
+        cuts = (slice(0, 1), slice(1, 2))
         with self._lent(index, training=False):
             parts = [self._call(index, part_of(value, cut), part_of(batch, cut)) for cut in cuts]
             if not self._differ(torch.cat(parts), expected):
@@ -243,7 +253,8 @@ class _Probe:
         )
 
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
-        # A copy, on which a layer may work in place.
+        """Call a sublayer; its errors get its name, and writing into a side input is refused."""
+        # A copy, as a layer may work in place.
         given = tree_map(torch.clone, value)
         sides = batch if isinstance(given, Tensor) else given
         model, before = self.task.model, {name: side._version for name, side in sides.items()}
@@ -270,15 +281,19 @@ class _Probe:
             return one.shape != other.shape
         if not one.is_floating_point():
             return not torch.equal(one, other)
-        # The last sublayer's output is in float32, however it was computed.
+        # The last sublayer's output is in float32, also where it was computed in less.
         computed = self.task.computes_in or one.dtype
         allowed = _TOLERANCES.get(computed, _COARSEST) * float(other.abs().max())
         return float((one - other).nan_to_num().abs().max()) > allowed
 
     @contextmanager
     def _lent(self, index: int, *, training: bool) -> Iterator[Mapping[str, Tensor]]:
-        """Hold a sublayer on the device, in a mode; leave it as it was found, and refuse it if it
-        has written into its tensors. Yields them as they were.
+        """Put a sublayer on the device, in a mode, and leave it as it was found.
+
+        Yields:
+            its tensors as they were.
+        Raises:
+            ValueError: it has written into one of them.
         """
         model = self.task.model
         with (
@@ -291,9 +306,18 @@ class _Probe:
             try:
                 yield before
             finally:
-                written = _put_back(model.tensors(index), before)
+                written = find_changed(model.tensors(index), before)
+                if written:
+                    self._put_back(index, before)
         if written:
             raise ValueError(written_text(written, model.sublayers[index].name))
+
+    def _put_back(self, index: int, before: Mapping[str, Tensor]) -> None:
+        # Parameters alone: `left_as_found` restores buffers.
+        with torch.no_grad():
+            for name, tensor in self.task.model.tensors(index).items():
+                if isinstance(tensor, nn.Parameter):
+                    tensor.copy_(before[name])
 
 
 def _numbers_of(function: Any) -> Any:
@@ -312,18 +336,7 @@ def _random_part(name: str, sublayer: nn.Module) -> str:
 
 
 def _described(value: Tensor | Batch) -> str:
-    """Return the shapes and dtypes of what a sublayer gets."""
+    """Write a sublayer's input as shapes and dtypes."""
     entries = {"": value} if isinstance(value, Tensor) else value
     texts = (f"{name} {tuple(t.shape)} {t.dtype}".strip() for name, t in entries.items())
     return ", ".join(texts).replace("torch.", "")
-
-
-def _put_back(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:
-    """Undo what was written into parameters; name the first tensor that was written, if any."""
-    written = find_changed(tensors, before)
-    if written:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                if isinstance(tensor, nn.Parameter):
-                    tensor.copy_(before[name])
-    return written

@@ -1,30 +1,32 @@
-"""Verify a model: rank 0 by itself first, then all ranks together."""
+"""Verify a model: rank 0 compares its layers with its own forward, then all ranks take steps.
+
+Rank 0 looks for these, in this order, as each would show in the next:
+a forward that writes into its own tensors; one that draws random numbers; sublayers that are not
+the model's forward; a sublayer, or a loss, that depends on how a batch is split.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopipe.loss import LossFunction
-from pipetransformer.checks.tolerance import Tolerance
-from pipetransformer.checks.verification_sides import (
-    OwnForward,
-    compare_steps,
-    converted,
-    find_difference,
-    make_twin,
-)
+from autopipe.loss import Loss, LossFunction, refuse_split
+from pipetransformer.checks.twins import OwnForward, converted, find_gap, make_twin
+from pipetransformer.checks.verified_steps import compare_steps
 from pipetransformer.errors import VerificationError
-from pipetransformer.feed import Batch
-from pipetransformer.model import LayeredModel, Task
+from pipetransformer.feed import Batch, find_changed, part_of
+from pipetransformer.model import LayeredModel, Task, named_tensors
 from pipetransformer.processes import World, told_by_rank_0
 
 _LOGGER = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Verification:
     """Report a model that trains as its own forward does in a plain loop.
 
     Args:
-        dtype: in which that was found: "float64", or "float32" where the model computes parts in
-            no other, and rounding hides what is smaller.
+        dtype: of the comparison: "float64", or "float32" where the model computes a part in
+            float32 only. Rounding then hides smaller differences.
         num_tensors: parameters and buffers that were compared.
     """
 
@@ -75,9 +77,7 @@ def verify(
                 precision=None,
             ),
         )
-        outcome = compare_steps(
-            twin, world, own=own, batch=converted(batch, dtype), tolerance=Tolerance.of(dtype)
-        )
+        outcome = compare_steps(twin, world, own=own, batch=converted(batch, dtype), dtype=dtype)
     if outcome:
         raise VerificationError(outcome)
     num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
@@ -92,9 +92,9 @@ def _verify_locally(
         dtype = _dtype_of(model, loss_fn, batch)
         own = OwnForward(make_twin(model, dtype), loss_fn)
         own.model.model.train()
-        found = find_difference(own, task.loss_fn, converted(batch, dtype), Tolerance.of(dtype))
+        found = find_difference(own, task.loss_fn, converted(batch, dtype), dtype)
     except Exception as error:
-        # The other ranks wait for an answer.
+        # Returned, so that it becomes a VerificationError on every rank.
         _LOGGER.exception("the model's own forward could not be called")
         return ["", f"the model's own forward could not be called: {error!r}"]
     return [str(dtype).removeprefix("torch."), found]
@@ -126,3 +126,93 @@ class _Narrowing(TorchDispatchMode):
             if isinstance(output, Tensor) and output.is_floating_point():
                 self.is_found = self.is_found or output.dtype != torch.float64
         return output
+
+
+def find_difference(own: OwnForward, loss_fn: Loss, batch: Batch, dtype: torch.dtype) -> str:
+    """Return the first difference in a sentence, or ""; the twin may be altered afterwards."""
+    model = own.model
+    before = {name: t.detach().clone() for name, t in named_tensors(model.model).items()}
+    with torch.no_grad():
+        expected, outputs = _recorded(model.model, own, batch)
+        if written := find_changed(named_tensors(model.model), before):
+            return (
+                f"the forward writes into {written!r}, and what it writes depends on how a batch "
+                "is split; use a layer without running statistics"
+            )
+        again = own(batch)[0]
+        # A NaN differs from itself, and is no sign of random numbers.
+        if find_gap(again.nan_to_num(), expected[0].nan_to_num(), dtype):
+            return (
+                "the forward gives another output for the same batch: it draws random numbers "
+                "that could not be switched off, perhaps; set its dropout to 0 before the model "
+                "is verified"
+            )
+        return (
+            _compare_forward(model, batch, expected[0], outputs, dtype)
+            or _find_split(model, batch, dtype)
+            or _refused_loss(own, loss_fn, batch)
+        )
+
+
+def _compare_forward(
+    model: LayeredModel,
+    batch: Batch,
+    expected: Tensor,
+    outputs: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> str:
+    layered, ours = _recorded(model.model, model.run, batch)
+    by = find_gap(layered, expected, dtype)
+    if not by:
+        return ""
+    shared = (name for name in outputs if name in ours)
+    first = next((name for name in shared if find_gap(ours[name], outputs[name], dtype)), None)
+    where = f"first in the output of {first!r}" if first else "behind the last module they share"
+    return (
+        "the model's own forward and its sublayers in order give other outputs "
+        f"({by}), {where}; give the LayeredModel sublayers that do all that the forward does"
+    )
+
+
+def _find_split(model: LayeredModel, batch: Batch, dtype: torch.dtype) -> str:
+    """Name the first sublayer that gives a batch and its two parts different outputs, or ""."""
+    num_samples = len(batch[model.inputs[0]])
+    cuts = (slice(0, num_samples // 2), slice(num_samples // 2, num_samples))
+    value: Tensor | Batch = batch
+    for index, sublayer in enumerate(model.sublayers):
+        whole = model.call(index, value, sides=batch)
+        joined = torch.cat(
+            [model.call(index, part_of(value, cut), sides=part_of(batch, cut)) for cut in cuts]
+        )
+        if by := find_gap(joined, whole, dtype):
+            return (
+                f"the output of sublayer {sublayer.name!r} depends on how a batch is split "
+                f"({by}); let it treat each sample by itself"
+            )
+        value = whole
+    return ""
+
+
+def _refused_loss(own: OwnForward, loss_fn: Loss, batch: Batch) -> str:
+    try:
+        # A new Loss: one that is marked as exact would not be tried.
+        refuse_split(Loss(loss_fn.function), own(batch)[0], own.model.targets_of(batch))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _recorded(
+    model: nn.Module, run: Callable[[Batch], _Result], batch: Batch
+) -> tuple[_Result, dict[str, Tensor]]:
+    """Run a function; return its result, and the modules' first outputs in the order of ending."""
+    names = {module: name for name, module in model.named_modules() if name}
+    outputs: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, _inputs: object, output: object) -> None:
+        if module in names and isinstance(output, Tensor):
+            # A clone, as the next module may work in place; a module may be called twice.
+            outputs.setdefault(names[module], output.detach().clone())
+
+    with register_module_forward_hook(note):
+        return run(batch), outputs

@@ -1,7 +1,7 @@
 """Serve the command line: plan, report, score, export.
 
-main ─┬─► plan_command ─► place (described), measured_here ─► plan_answer ─► plan_table
-      └─► score_command ─► policy_scores
+main ─┬─► plan_command ─► places, named_model ─► plan_answer, replicated_stages ─► plan_table
+      └─► score
 """
 
 from pipetransformer.cli.main import main

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_answered = options.run(options, print)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has seen enough, as `head` has; the process's end would flush once more.
+        # The reader, such as `head`, has closed the pipe; the flush at exit must not fail on it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CorruptCheckpointError, ImportError, OSError, ValueError, WorkerFailedError) as error:
@@ -62,7 +62,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
     say(str(draw_freezing(options.folder) if options.freeze else draw_folder(options.folder)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

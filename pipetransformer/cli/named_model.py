@@ -35,11 +35,11 @@ class ModelChoice:
     """Name a model and what it is fed with.
 
     Args:
-        name: a timm VisionTransformer, one of BERTS, or "module:function" with a function that
-            returns a model (for `adapt`) and a sample batch: its inputs and targets by name.
+        name: a timm VisionTransformer, one of BERTS, or "module:function". The function returns a
+            model (for `adapt`) and a sample batch: inputs and targets by name.
         image_size: pixels of a side, for timm; None is the model's own.
         seq_length: tokens of a sample, for BERT.
-        dtype: of the parameters and of all that is computed; one of WEIGHT_DTYPES.
+        dtype: of parameters and computations; one of WEIGHT_DTYPES.
     Raises:
         ValueError: a value is out of range, or does not apply to the model.
     """
@@ -61,7 +61,7 @@ class ModelChoice:
 
     @property
     def is_own(self) -> bool:
-        """Tell whether a function of the user's builds the model."""
+        """Tell whether the user's function builds the model."""
         return ":" in self.name
 
 
@@ -73,7 +73,6 @@ class NamedModel:
     sample: Batch
 
     def batch(self, size: int) -> Batch:
-        """Repeat the sample."""
         return {
             name: tensor.expand(size, *tensor.shape[1:]).contiguous()
             for name, tensor in self.sample.items()
@@ -87,8 +86,7 @@ def build_named(choice: ModelChoice, *, device: str) -> NamedModel:
         device: "cpu", or "meta" for shapes without memory.
     Raises:
         ImportError: the package that has the model is not installed.
-        ValueError: nothing has this name, or what has it gives no sample, or a model that no
-            adapter knows.
+        ValueError: no model has this name, no adapter knows the model, or there is no sample.
     """
     dtype = WEIGHT_DTYPES[choice.dtype]
     with torch.device(device):
@@ -116,7 +114,7 @@ def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
     import timm
 
     if not timm.is_model(choice.name):
-        # vit_relpos_* and the like are other classes; the adapter knows no parallel blocks.
+        # vit_relpos_* and the like are other classes. The adapter knows no parallel blocks.
         parallel = ["*_xp_*", "*pwee_*", "*x2_*"]
         known = timm.list_models("vit_*", "vision_transformer", exclude_filters=parallel)
         near = difflib.get_close_matches(choice.name, known) or ["vit_base_patch16_224"]
@@ -124,15 +122,12 @@ def _build_timm(choice: ModelChoice) -> tuple[nn.Module, Batch]:
             f"no model is called {choice.name!r}; give {', '.join(BERTS)}, a VisionTransformer of "
             f'timm (such as {", ".join(near)}), or "module:function" for your own'
         )
-    size: dict[str, Any] = {} if choice.image_size is None else {"img_size": choice.image_size}
-    model: Any = timm.create_model(choice.name, **size)
+    own = choice.image_size
+    options: dict[str, Any] = {} if own is None else {"img_size": own}
+    model: Any = timm.create_model(choice.name, **options)
     channels, *sides = model.default_cfg["input_size"]
-    if choice.image_size is not None:
-        sides = [choice.image_size] * 2
-    return model, {
-        "x": torch.zeros(1, channels, *sides),
-        "y": torch.zeros(1, dtype=torch.int64),
-    }
+    pixels = torch.zeros(1, channels, *(sides if own is None else (own, own)))
+    return model, {"x": pixels, "y": torch.zeros(1, dtype=torch.int64)}
 
 
 def _build_bert(choice: ModelChoice) -> tuple[nn.Module, Batch]:
@@ -155,10 +150,10 @@ def _build_bert(choice: ModelChoice) -> tuple[nn.Module, Batch]:
 
 
 def _build_own(name: str, device: str) -> tuple[nn.Module | LayeredModel, Mapping[str, Tensor]]:
-    """Call the user's function; modules are also looked for in the current folder."""
+    """Call the user's function, whose module may be in the current folder."""
     module_name, _, function_name = name.partition(":")
     folder = str(Path.cwd())
-    sys.path.insert(0, folder)
+    sys.path.insert(0, folder)  # A console script's path lacks it, unlike that of `python -m`.
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,7 +1,4 @@
-"""Say what planning for a place needs to know, and get it for a cluster that is described.
-
-Measure the costs of a model on the machine at hand, in a process for each of its slots.
-"""
+"""Get what planning needs to know of a place: a described cluster, or the machine at hand."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ from pipetransformer.processes import connect, launch
 
 @dataclass(frozen=True)
 class Place:
-    """Hold what planning for a place needs.
+    """Hold what planning needs to know of a place.
 
     Args:
         num_slots, slots_per_node: device slots that would train.
-        memory_bytes: of a slot; None where it is not known.
-        cache_bytes_per_s: at which cached activations are read; None where it is not known.
+        memory_bytes: of a slot; None if it is not known.
+        cache_bytes_per_s: rate of reading cached activations; None if it is not known.
         reads_ahead: whether they are read while the step before computes, as on a GPU.
     """
 
@@ -54,11 +51,10 @@ class Place:
 
 
 def described_place(choice: ModelChoice, cluster_file: str) -> Place:
-    """Model the costs for a cluster's file.
+    """Model the costs on a cluster that a file describes.
 
     Raises:
-        ValueError: file or model cannot be read or counted; see `load_cluster`, `build_named` and
-            `modelled_profile`.
+        ValueError: see `load_cluster`, `build_named` and `modelled_profile`.
     """
     cluster = load_cluster(cluster_file)
     named = build_named(choice, device="meta")
@@ -74,7 +70,7 @@ def described_place(choice: ModelChoice, cluster_file: str) -> Place:
 
 
 def profiled(model: LayeredModel) -> list[ProfiledSublayer]:
-    """Present a model's sublayers to be counted, without its loss."""
+    """Present a model's sublayers to be counted, without the loss."""
     return [
         ProfiledSublayer(sub.name, sub.layer, sub.module, partial(_call, model, index))
         for index, sub in enumerate(model.sublayers)
@@ -99,9 +95,9 @@ def make_request(
     """State what the Trainer would ask of its planner.
 
     Args:
-        memory_limit_bytes: of a slot; None is what the place has.
+        memory_limit_bytes: of a slot; None is the place's.
         cached: whether the frozen prefix's activations may come from the cache.
-        stage_workers: of each stage of one pipeline of all slots, to be considered, too.
+        stage_workers: also consider one pipeline of all slots, with these slots a stage.
     Raises:
         ValueError: a value is out of range, or the place does not say how fast a cache is.
     """
@@ -129,7 +125,7 @@ def make_request(
     )
     rate, rows = place.cache_bytes_per_s, None
     if cached and rate is not None:
-        # What is read without end pays for any writing.
+        # Rows that are read for ever pay for being written at any rate.
         rows = RowRates(rate, rate, place.reads_ahead)
     return complete_request(request, place.profile, rows=rows)
 
@@ -138,21 +134,22 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
     """Measure the costs on this machine, in one process per slot.
 
     Args:
-        global_batch: samples of a step; micro-batches of it are measured.
+        global_batch: samples of a step.
     Raises:
         ValueError: the model cannot be built, or there is no slot.
         WorkerFailedError: measuring failed.
     """
-    if not choice.is_own:  # A mistake is better found here than by every process.
+    if not choice.is_own:  # A wrong name fails here, once, and not in every process.
         build_named(choice, device="meta")
     with tempfile.TemporaryDirectory(prefix="pipetransformer-plan-") as folder:
         answer = Path(folder) / "answer.json"
+        # Processes answer by a file, as `launch` returns nothing.
         launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
         values = json.loads(answer.read_text())
     measured = Measurements.from_json(values)
     return Place(
         f"this machine, a {values['device'].upper()} for each slot",
-        # The sample is made up, so that reading it tells nothing of a dataset.
+        # The sample is made up, so reading it tells nothing of a dataset.
         replace(measured.profile, read_s=0.0, fetch_s=0.0),
         num_slots,
         num_slots,
@@ -168,9 +165,9 @@ def default_slots() -> int:
 
 
 def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
-    """Measure on this rank; rank 0 writes the figures down."""
+    """Measure on this rank; rank 0 writes the figures to a file."""
     named = build_named(choice, device="cpu")
-    # A made-up sample may overflow a small dtype: such steps are warned of, and lack the update.
+    # A made-up sample may overflow a small dtype. Skipping leaves out the update, with a warning.
     config = TrainConfig(global_batch_size=global_batch, progress=False, on_nonfinite="skip")
     world = connect(config.device, timeout_s=config.setup_timeout_s)
     device, memory_bytes = world.device, None
@@ -194,7 +191,7 @@ def _task(named: NamedModel, config: TrainConfig) -> Task:
             f"{', '.join(missing)}; give them too"
         )
     trainable = frozenset(n for n, p in model.model.named_parameters() if p.requires_grad)
-    # What it costs hardly counts.
+    # A model without a loss gets a cheap one, whose cost hardly counts.
     stand_in = Loss(lambda output, target: output.square().mean(), is_exact=True)
     loss_fn = choose_loss(None, model.loss_fn or stand_in, model=type(model.model).__name__)
     return Task(model, loss_fn, adamw(), config, trainable)

@@ -1,4 +1,4 @@
-"""Find the plan for a number of frozen layers, the runners-up, and the published rules' plan."""
+"""Find the plan for a number of frozen layers, its runners-up, and the choices of other rules."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Answer:
     """Hold what was found for a number of frozen layers.
 
     Args:
-        chosen: the plan of the planner that was asked for.
+        chosen: of the planner that was asked for.
         others: runners-up, fastest first.
-        refusals: why there is no plan of some lengths.
-        pipedream: the choice of PipeDream's optimizer, whose stages have their own replicas.
-        near: what cannot be told from the fastest plan, itself included, shortest first.
-        range_s: the chosen plan's step by the quartiles of what was measured; None without one.
+        refusals: why some lengths have no plan.
+        pipedream: of PipeDream's optimizer, whose stages have their own replicas.
+        near: plans that cannot be told from the fastest, which is among them, shortest first.
+        range_s: the chosen plan's step by the quartiles of the measurements; None without a plan.
     """
 
     place: Place
@@ -62,15 +62,16 @@ class Answer:
 
 
 def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
-    """Ask all planners, and compare; `plan` names the one whose plan is chosen.
+    """Ask all planners, and compare.
 
-    PipeDream's stands beside the fastest. A pipeline of stages with workers of their own is chosen
-    where the request has one.
+    Args:
+        plan: whose plan is chosen. "pipedream" stands beside the fastest. A request with
+            stage_workers gets its pipeline.
     """
     profile = place.profile
-    bare = replace(request, stage_workers=None)  # Of which the published rules know nothing.
+    bare = replace(request, stage_workers=None)  # The published rules do not know them.
     published = _or_refusal(lambda: explain(profile, bare, plan_as_published(profile, bare)))
-    asked = request
+    asked = request  # Other lengths than the workers' are still compared, as runners-up.
     if request.stage_workers is not None:
         asked = replace(request, lengths=(len(request.stage_workers),))
     near = _or_refusal(lambda: near_fastest(profile, asked))
@@ -99,18 +100,16 @@ def _or_refusal(find: Callable[[], _Found]) -> _Found | Refusal:
 
 
 def _refusals(profile: Profile, request: PlanRequest, found: set[int]) -> Iterator[Refusal]:
-    """Say for every length that has no plan why."""
+    """Yield a reason for every length without a plan."""
     num_active = len(profile.sublayers) - profile.first_active(request.num_frozen)
     for length in request.length_choices()[0]:
-        replicas = request.replicas_of(length)
+        replicas, samples = request.replicas_of(length), request.global_batch
         if length in found:
             continue
         if length > num_active:
             reason = f"{num_active} active sublayers cannot fill {length} stages"
-        elif replicas > request.global_batch:
-            reason = (
-                f"{request.global_batch} samples leave some of {replicas} replicas without one"
-            )
+        elif replicas > samples:
+            reason = f"{samples} samples leave some of {replicas} replicas without one"
         else:
             least = least_memory_plan(profile, replace(request, lengths=(length,)))
             needed = max(least.peak_bytes)

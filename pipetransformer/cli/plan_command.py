@@ -1,4 +1,4 @@
-"""Answer on the command line what pipeline a model would get, and why: `pipetransformer plan`."""
+"""Offer `pipetransformer plan`: say what pipeline a model would get, and why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipetransformer.config import PLANS
 from pipetransformer.extras import require
 
 BATCH_A_SLOT = 32
-"""Samples of a step for each slot, where the command line does not say."""
+"""Samples of a step for each slot, if --batch is not given."""
 
 _OF_A_PROFILE = ("machines", "bandwidth", "activations")
 _OF_A_MODEL = (
@@ -79,11 +79,11 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
-    """Plan, say what was found, and tell whether all numbers of frozen layers have a plan.
+    """Plan, print the answers, and return whether all numbers of frozen layers have a plan.
 
     Raises:
-        ImportError: what has the model, or draws, is not installed.
-        ValueError: the question cannot be read or answered; the message says why.
+        ImportError: the model's package, or matplotlib, is not installed.
+        ValueError: the question cannot be read or answered.
         WorkerFailedError: measuring the machine at hand failed.
     """
     if options.profile is not None:
@@ -138,8 +138,8 @@ def _read_numbers(option: str, text: str) -> list[int]:
 
 
 def _refuse_given(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Refuse options that were given, and would change nothing."""
-    usual = argparse.ArgumentParser()
+    """Refuse options that were given, and would have no effect."""
+    usual = argparse.ArgumentParser()  # A second one, to ask for the defaults.
     add_plan_parser(usual)
     for name in names:
         if getattr(options, name) != usual.get_default(name):
@@ -148,18 +148,17 @@ def _refuse_given(options: argparse.Namespace, names: Sequence[str], why: str) -
 
 
 def _refuse(options: argparse.Namespace) -> None:
-    """Refuse values that are out of range, or contradict each other."""
     if options.cluster is not None and options.slots is not None:
         raise ValueError(
             "--slots is for the machine at hand; leave it out beside --cluster, whose file "
             "states the slots"
         )
-    if options.picture is not None and not Path(options.picture).absolute().parent.is_dir():
-        raise ValueError(
-            f"--picture is {options.picture}, in a folder that does not exist; make "
-            "the folder, or choose another"
-        )
     if options.picture is not None:
+        if not Path(options.picture).absolute().parent.is_dir():
+            raise ValueError(
+                f"--picture is {options.picture}, in a folder that does not exist; make "
+                "the folder, or choose another"
+            )
         require("matplotlib", purpose="--picture")
     for name in ("--slots", "--batch", "--samples"):
         value = getattr(options, name[2:])
@@ -177,7 +176,7 @@ def _find_place(choice: ModelChoice, options: argparse.Namespace) -> tuple[Place
 
 
 def _published_tables(answer: Answer) -> Tables:
-    """Return the tables from which the published rules take M, whatever is frozen."""
+    """Return the tables from which the published rules take M; they do not depend on freezing."""
     try:
         return throughput_tables(answer.place.profile, answer.request)
     except ValueError:
@@ -185,10 +184,7 @@ def _published_tables(answer: Answer) -> Tables:
 
 
 def _draw(answers: Sequence[Answer], tables: Tables, path: Path) -> list[Path]:
-    """Draw every chosen schedule; several to files of their own, named by what is frozen.
-
-    Tables are drawn to a file beside them.
-    """
+    """Draw every chosen schedule, one a file, and the tables to a file beside them."""
     drawn = []
     for answer in answers:
         if isinstance(answer.chosen, Refusal):

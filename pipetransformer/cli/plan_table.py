@@ -1,4 +1,4 @@
-"""Write what `pipetransformer plan` found, as text and as plain values for JSON."""
+"""Write the answers of `pipetransformer plan` as text, and as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def answers_text(
 
     Args:
         answers: of one place.
-        num_samples: of the training set, to say what a cache of all of it takes.
-        tables: throughputs from which published rules take M.
+        num_samples: of the training set, for the size of a cache of all samples.
+        tables: throughputs from which the published rules take M.
     """
     choices = _answer_text(answers[0]) if len(answers) == 1 else _frozen_text(answers)
     texts = [_place_text(model_name, answers[0]), choices, _cache_text(answers, num_samples)]
@@ -95,12 +95,12 @@ def _sureness(answer: Answer) -> str:
 
 
 def _is_nearest(chosen: ExplainedPlan, answer: Answer) -> bool:
-    """Tell whether a choice is the first of those near the fastest, not that of other rules."""
+    """Tell whether a choice is the fastest planner's, not that of other rules."""
     return chosen.plan == next(iter(answer.near), None)
 
 
 def title(explained: ExplainedPlan, answer: Answer) -> str:
-    """Name a plan, and state its step's time."""
+    """Name a plan, with its step's time."""
     plan, request = explained.plan, answer.request
     idle = request.num_ranks - request.ranks_of(plan.length)
     spares = f"; {idle} of {request.num_ranks} slots stay idle" if idle else ""
@@ -112,13 +112,13 @@ def title(explained: ExplainedPlan, answer: Answer) -> str:
 
 
 def _replicas_text(request: PlanRequest, length: int) -> str:
-    """Return R; where stages have workers of their own, these."""
+    """Return R, or the workers of each stage."""
     workers = request.workers_of(length)
     return "-".join(map(str, workers)) if max(workers) > 1 else str(request.replicas_of(length))
 
 
 def parts_text(explained: ExplainedPlan) -> str:
-    """State a step's parts as shares of it."""
+    """List a step's parts as shares of it."""
     parts = asdict(explained.parts)
     return ", ".join(
         f"{name} {_share(explained, parts[key])}"
@@ -128,7 +128,7 @@ def parts_text(explained: ExplainedPlan) -> str:
 
 
 def _frozen_text(answers: Sequence[Answer]) -> str:
-    """Write the choice at each number of frozen layers, beside that of the published rules."""
+    """Write the choice at each number of frozen layers, beside those of other rules."""
     rows = [
         ["frozen", *_PLAN_COLUMNS, "bubble", "all-reduce", "largest stage"]
         + ["published K", *_PLAN_COLUMNS[1:], "takes", "PipeDream's", "samples/s"]
@@ -153,7 +153,7 @@ def _frozen_text(answers: Sequence[Answer]) -> str:
 
 
 def _cache_text(answers: Sequence[Answer], num_samples: int | None) -> str:
-    """Say what caching the frozen prefix's activations takes, at every depth; "" at none."""
+    """Write the size of a cache behind the frozen layers, at every depth above 0."""
     lines = []
     for answer in answers:
         if row_bytes := _cache_row_bytes(answer):
@@ -187,7 +187,7 @@ def _cache_row_bytes(answer: Answer) -> int:
 
 
 def _stage_names(explained: ExplainedPlan, answer: Answer) -> list[str]:
-    """Name the sublayers that each stage trains; the first also holds the frozen ones."""
+    """Name the sublayers that each stage trains; the first stage also holds the frozen ones."""
     names = [cost.name for cost in answer.place.profile.sublayers]
     cuts = explained.plan.boundaries
     stages = [
@@ -204,7 +204,7 @@ def _stage_rows(explained: ExplainedPlan, answer: Answer) -> list[list[str]]:
     rows = [["stage", "sublayers", "busy ms", "idle ms", "peak", "of the limit"]]
     for stage, names in enumerate(_stage_names(explained, answer)):
         peak = explained.plan.peak_bytes[stage]
-        worker = sum(explained.workers[:stage])  # The first, which is in flight longest.
+        worker = sum(explained.workers[:stage])  # The stage's first, which is in flight longest.
         rows.append(
             [
                 str(stage),
@@ -241,7 +241,6 @@ def _pipedream_cells(answer: Answer) -> list[str]:
 
 
 def replicated_text(answer: Answer) -> str:
-    """Write PipeDream's choice with its stages."""
     choice = answer.pipedream
     head = f"PipeDream's choice behind {answer.request.num_frozen} frozen layers: "
     if isinstance(choice, Refusal):
@@ -269,7 +268,7 @@ def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
 
 
 def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
-    """Say what a plan has against it, beside the chosen one."""
+    """Say why a plan was not chosen."""
     chosen = answer.chosen
     if isinstance(other, Refusal):
         return "see below" if other.length is None else other.reason
@@ -278,6 +277,7 @@ def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
     if other.plan == chosen.plan:
         return "the choice itself"
     ratio = other.plan.predicted_step_s / chosen.plan.predicted_step_s
+    # Beyond 1 %, but within the spread of the measurements.
     if not 1 / AS_FAST <= ratio <= AS_FAST and _is_alike(other.plan, chosen, answer):
         return "cannot be told apart, but a longer pipeline"
     if ratio < 1 / AS_FAST:
@@ -292,7 +292,7 @@ def _why_not(other: ExplainedPlan | Refusal, answer: Answer) -> str:
 
 
 def _is_alike(other: PipelinePlan, chosen: ExplainedPlan, answer: Answer) -> bool:
-    """Tell whether a plan is as near the fastest as the shorter one that was chosen."""
+    """Tell whether a plan is as near the fastest as the chosen, shorter one."""
     if not _is_nearest(chosen, answer):
         return False
     near = {plan.length: plan for plan in answer.near[1:]}
@@ -303,7 +303,7 @@ def _is_alike(other: PipelinePlan, chosen: ExplainedPlan, answer: Answer) -> boo
 
 
 def _largest_excess(other: ExplainedPlan, chosen: ExplainedPlan) -> str:
-    """Name the part of the step in which a plan loses most against the chosen one."""
+    """Name the part of a step in which a plan loses most against the chosen one."""
     mine, theirs = asdict(other.parts), asdict(chosen.parts)
     key = max(mine, key=lambda part: mine[part] - theirs[part])
     if key == "compute_s":
@@ -320,7 +320,7 @@ def _rate(explained: ExplainedPlan, answer: Answer) -> str:
 
 
 def _number(value: float) -> str:
-    """Write four digits, and all those before the point."""
+    """Write four digits, or all before the point."""
     return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 

@@ -1,10 +1,11 @@
-"""Plan stages with replicas of their own, as PipeDream does: for its profiles, and for a place."""
+"""Plan stages with their own numbers of replicas, as PipeDream does, for a place or a profile."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ PIPEDREAM = "pipedream"
 """The planner's name on the command line."""
 
 _MOST_MACHINES = 128
-"""Of a level: what solving takes grows with their square."""
+"""Of a level; the time to solve grows with their square."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,18 @@ class Replicated:
     """Hold PipeDream's choice.
 
     Args:
-        states: where the graph is cut.
+        states: the graph's cuts.
         levels: machines, innermost first.
-        minibatch: samples of it; None where the profile does not say.
+        activations: whether their transfers count.
+        memory_bytes: limit of a machine.
+        minibatch: samples; None if the profile does not say.
     """
 
     graph: LayerGraph
     states: tuple[CutState, ...]
     levels: tuple[Machines, ...]
+    activations: bool
+    memory_bytes: float | None
     plan: ReplicatedPlan
     minibatch: float | None = None
 
@@ -66,16 +71,15 @@ class Replicated:
 
     @property
     def left_out(self) -> list[str]:
-        """Name the nodes that no stage has: they have nothing to do with the others."""
+        """Name the nodes without an edge to the others, which no stage has."""
         return left_out(self.graph, self.states)
 
     def _names(self, stage: ReplicatedStage) -> list[str]:
-        """Name the nodes of a stage, each behind those that it needs."""
+        """Name the nodes of a stage, each behind its inputs."""
         held = stage.nodes(self.states)
         return [name for name in self.graph.in_order if name in held]
 
     def table(self) -> str:
-        """Write the innermost stages with what each computes."""
         costs = {node.name: node for node in self.graph.nodes}
         rows = [["stage", "nodes", "replicas", "compute ms", "parameters"]]
         for number, leaf in enumerate(self.plan.leaves):
@@ -83,10 +87,8 @@ class Replicated:
             seconds = sum(costs[name].compute_s for name in names)
             size = sum(costs[name].parameter_bytes for name in names)
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            rows.append(
-                [str(number), span, str(leaf.replicas), f"{1e3 * seconds:.4g}"]
-                + [as_bytes(int(size))]
-            )
+            row = [str(number), span, str(leaf.replicas), f"{1e3 * seconds:.4g}"]
+            rows.append([*row, as_bytes(int(size))])
         return text_table(rows)
 
 
@@ -102,7 +104,6 @@ def replicate(place: Place, request: PlanRequest) -> Replicated:
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
-    """Add what asks for a plan of a profile that is written as PipeDream writes it."""
     parser.add_argument("--profile", type=Path, help="a graph.txt of PipeDream's profiler")
     parser.add_argument(
         "--machines", help="for --profile: machines of each level, innermost first: 4,4"
@@ -116,7 +117,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Plan for a profile's text, and say what was found.
+    """Plan for a profile in PipeDream's format, and print the plan.
 
     Raises:
         ValueError: options are missing or do not fit, or the file is no profile.
@@ -144,7 +145,7 @@ def run_profile(options: argparse.Namespace, say: Callable[[str], None]) -> None
     say(
         f"{path.name}: {len(graph.nodes)} nodes, {len(choice.states)} cuts; {machines} machines\n"
         f"choice: {choice.plan.name}, a minibatch every {1e3 * choice.plan.seconds:.4g} ms\n\n"
-        f"{choice.table()}\n\n{_others(choice, options.activations, limit)}"
+        f"{choice.table()}\n\n{_others(choice)}"
     )
 
 
@@ -159,23 +160,22 @@ def _solved(
         raise ValueError(f"a level has {large[0]} machines; at most {_MOST_MACHINES} are planned")
     states = cut_states(graph)
     plan = optimize(states, levels, activations=activations, memory_bytes=memory_bytes)
-    return Replicated(graph, states, tuple(levels), plan, minibatch)
+    return Replicated(graph, states, tuple(levels), activations, memory_bytes, plan, minibatch)
 
 
-def _others(found: Replicated, activations: bool, memory_bytes: float | None) -> str:
+def _others(found: Replicated) -> str:
+    """Compare a choice with plans that PipeDream would also consider."""
     plan = found.plan
     rows = [["", "ms a minibatch", "over data parallel"]]
-    seconds: dict[str, float | None] = {plan.name: plan.seconds}
-    try:
+    seconds: dict[str, float | None] = {plan.name: plan.seconds, "straight": None}
+    with suppress(ValueError):  # No pipeline without replicas fits.
         seconds["straight"] = optimize(
             found.states,
             found.levels,
-            activations=activations,
-            memory_bytes=memory_bytes,
+            activations=found.activations,
+            memory_bytes=found.memory_bytes,
             straight=True,
         ).seconds
-    except ValueError:
-        seconds["straight"] = None
     seconds |= {"data parallel": plan.data_parallel_s, "one machine": plan.single_machine_s}
     for name, value in seconds.items():
         cells = ["none", ""]
@@ -186,7 +186,6 @@ def _others(found: Replicated, activations: bool, memory_bytes: float | None) ->
 
 
 def _read_levels(options: argparse.Namespace) -> list[Machines]:
-    """Return the levels that --machines and --bandwidth name."""
     for name in ("machines", "bandwidth"):
         if getattr(options, name) is None:
             example = "--machines 4,4 --bandwidth 12e9,1.25e9"

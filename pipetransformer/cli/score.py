@@ -1,7 +1,4 @@
-"""Ask a policy at every decision of a recorded run.
-
-Offer `pipetransformer score`.
-"""
+"""Offer `pipetransformer score`: ask policies at every decision of a recorded run."""
 
 from __future__ import annotations
 
@@ -26,15 +23,15 @@ from pipetransformer.report import RecordedDecision, new_figure, open_frame, rea
 
 @dataclass(frozen=True)
 class Score:
-    """Hold what would have been frozen.
+    """Hold what a policy would have frozen, and the time that takes.
 
     Attributes:
         frozen: layers frozen from each recorded decision on, by step.
         reasons: why, by step.
-        train_s: predicted seconds of the whole run's steps.
-        unfrozen_s: the same if nothing froze.
-        unseen: decisions at which a policy that needs signals was not asked, as the run itself had
-            layers frozen or resting, thus without signals, that the policy still trained.
+        train_s: predicted seconds of all steps.
+        unfrozen_s: the same with nothing frozen.
+        unseen: decisions at which a policy that needs signals was not asked. The run had layers
+            frozen or resting there, without signals, that the policy still trained.
         rests: whether layers rested at some decision; their seconds are those of training.
     """
 
@@ -48,26 +45,26 @@ class Score:
 
     @property
     def share(self) -> float:
-        """Return the seconds over those of training everything."""
+        """Return train_s as a share of unfrozen_s."""
         return self.train_s / self.unfrozen_s
 
 
 def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
     """Ask a policy what it would have frozen, on the run's own signals.
 
-    Signals are those of a run that froze what it froze: where it froze more than the policy, those
-    of some layers are missing, and a policy that needs signals is not asked and keeps what is
-    frozen; where it froze less, layers above would have had others.
+    The run's signals depend on what the run itself froze. Where it froze more than the policy,
+    signals of some layers are missing: a policy that needs signals keeps what it has frozen.
+    Where it froze less, the layers above would have had other signals.
 
-    The steps until the next decision take what the planner predicted at this one, see
-    `RecordedDecision`. It takes the cache to be read where that pays for layers that freeze only
-    then. So of a run that has nothing frozen it predicts the last epoch, in which filling does not
-    pay, as uncached, and earlier ones as cached. That charges a policy that freezes for good with
-    filling just once, if at the end and not in the first epoch at each depth, where it belongs.
+    Steps up to the next decision take what the planner predicted at this one; see
+    `RecordedDecision`. The planner takes the cache to be read if that pays for layers that freeze
+    only then. In a run with nothing frozen, filling does not pay in the last epoch, which is
+    predicted uncached, and earlier epochs cached. So a policy that freezes for good is charged
+    with filling once, but at the end instead of in the first epoch at each depth.
 
-    Not counted are transitions, what resting layers save, filling for layers that thaw again, and
-    all filling where the run itself has layers cached in its last epoch, or has no predictions of
-    that epoch.
+    Not counted are transitions, savings by resting layers, and filling for layers that thaw again.
+    Filling is not counted at all if the run has layers cached in its last epoch, or no predictions
+    of that epoch.
 
     Raises:
         TypeError, ValueError: the policy needs a signal that the run has not recorded, or fails,
@@ -97,7 +94,7 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
 
 
 def recorded_score(decisions: Sequence[RecordedDecision]) -> Score:
-    """Return what the run itself froze, by the same predicted times."""
+    """Return the score of the run's own decisions, by the same predicted times."""
     frozen = {one.context.step: one.num_frozen for one in decisions}
     reasons = {one.context.step: one.reason for one in decisions}
     rests = any(one.context.resting for one in decisions)
@@ -133,7 +130,7 @@ def add_score_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None:
-    """Score policies on a run's records; one that fails, or lacks a signal, is reported as such.
+    """Score policies on a run's records, and print the scores and the policies that failed.
 
     Raises:
         ValueError: there are no decisions, or a policy is not known.
@@ -171,7 +168,7 @@ def _table(scores: dict[str, Score], failed: Iterable[str]) -> str:
 
 
 def _changes(frozen: dict[int, int]) -> str:
-    """Write where the number of frozen layers changes."""
+    """Write the steps at which the number of frozen layers changes."""
     before, parts = 0, []
     for step, num in frozen.items():
         if num != before:

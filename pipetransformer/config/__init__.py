@@ -1,6 +1,9 @@
 """Name every setting of a run, and check it before anything starts.
 
-train_config ─► setting_checks, other_names     schedules: how the learning rate follows the step
+train_config    the settings, each with its type, rule, default and meaning
+rules           which values are allowed, and the words for it
+other_names     what to give instead of other trainers' names
+schedules       how the learning rate follows the step
 """
 
 from pipetransformer.config.schedules import (
@@ -10,15 +13,17 @@ from pipetransformer.config.schedules import (
     named_schedule,
     polynomial_with_warmup,
 )
-from pipetransformer.config.setting_checks import (
+from pipetransformer.config.train_config import (
     EVALUATION_FIELDS,
     PLANS,
     CollateFunction,
     ComputeMetrics,
     Metric,
     PreprocessLogits,
+    TrainConfig,
+    make_config,
+    usual_prefix_chunk,
 )
-from pipetransformer.config.train_config import TrainConfig, make_config, usual_prefix_chunk
 
 __all__ = [
     "CollateFunction", "ComputeMetrics", "EVALUATION_FIELDS", "LearningRateSchedule", "Metric",

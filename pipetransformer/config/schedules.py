@@ -1,11 +1,14 @@
-"""Say how the learning rate follows the step: a factor on every parameter group's own rate.
+"""Give the learning rate at each step, as a factor on every parameter group's own rate.
 
 ::
 
-    factor  1 |    /------\\            warm-up, then the schedule's own curve; both are functions
-              |   /        \\           of the step and the run's length alone, so that a resumed
-            0 |  /          \\___       run, and one whose pipeline changes, has the same rates
+    factor  1 |    /------\\            a warm-up, then a curve
+              |   /        \\
+            0 |  /          \\___
                 step ->  max_steps
+
+A schedule depends on the step and the run's length alone. So a run that resumes, or whose pipeline
+changes, keeps its rates.
 """
 
 from __future__ import annotations
@@ -15,8 +18,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipetransformer.config.rules import WARMUP, Rule
+
 LearningRateSchedule = Callable[[float, int], float]
-"""(step, max_steps) -> factor. The step counts unscaled batches, and may lie between two."""
+"""(step, max_steps) -> factor. The step counts unscaled batches, and may be fractional."""
+
+_FRACTION = Rule(lambda value: 0 <= value < 1, "a value in [0, 1)")
 
 
 def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
@@ -26,14 +33,10 @@ def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
 
     Args:
         warmup_fraction: share of the run that warms up, in [0, 1).
-    Returns:
-        a function of (step, max_steps) that gives the factor on every group's learning rate, in
-        [0, 1].
     Raises:
-        ValueError: the share is out of range.
+        ValueError: a value is out of range.
     """
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"warmup_fraction is {warmup_fraction}; choose a value in [0, 1)")
+    _FRACTION.check("warmup_fraction", warmup_fraction)
 
     def factor(step: float, max_steps: int) -> float:
         warmup = warmup_fraction * max_steps
@@ -49,20 +52,17 @@ def polynomial_with_warmup(
 ) -> LearningRateSchedule:
     """Return a schedule that rises linearly, then falls as (1 - t) ** power to zero.
 
-    A power above 1 calms the layers earlier than a cosine does, so that they can freeze earlier.
+    A power above 1 calms the layers earlier than a cosine does, so they can freeze earlier.
 
     Args:
         power: at least 1.
         warmup_fraction: share of the run that warms up, in [0, 1).
-    Returns:
-        a function of (step, max_steps) that gives the factor on every group's learning rate.
     Raises:
-        ValueError: the power or the share is out of range.
+        ValueError: a value is out of range.
     """
     if power < 1:
         raise ValueError(f"power is {power}; choose 1 or more")
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"warmup_fraction is {warmup_fraction}; choose a value in [0, 1)")
+    _FRACTION.check("warmup_fraction", warmup_fraction)
 
     def factor(step: float, max_steps: int) -> float:
         warmup = (step + 1) / (warmup_fraction * max_steps + 1)
@@ -72,7 +72,7 @@ def polynomial_with_warmup(
 
 
 def constant(step: float, max_steps: int) -> float:
-    """Keep the learning rate as the optimizer was built with."""
+    """Keep the optimizer's learning rate."""
     return 1.0
 
 
@@ -86,18 +86,18 @@ def named_schedule(
             "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
             "cosine_warmup_with_min_lr" or "warmup_stable_decay".
         warmup: steps that warm up, or, below 1, their share of the run, rounded up.
-        learning_rate: the optimizer's, where the lowest rate is given as a rate and not as a
-            share of it: by "polynomial" unless lr_end=0, and for min_lr=.
-        options: as transformers names them, such as num_cycles=, power= or num_decay_steps=.
-    Returns:
-        a function of (step, max_steps) that gives the factor on every group's learning rate.
+        learning_rate: the optimizer's, if the lowest rate is a rate and no share: for "polynomial"
+            unless lr_end=0, and for min_lr=.
+        options: named as in transformers, such as num_cycles=, power= or num_decay_steps=.
     Raises:
         ValueError: the name or an option is not known, one is missing, or a value is not allowed.
     Source: the schedules of transformers 5, equal at every step (the test compares them).
     """
     if name not in _CURVES:
-        raise ValueError(f"learning_rate_schedule is {name!r}{_why_not(name)}; choose {_NAMES}")
-    check_warmup(warmup)
+        follows = name in ("reduce_lr_on_plateau", "greedy")
+        why = ", which follows a metric, but here the rate is a function of the step alone"
+        raise ValueError(f"learning_rate_schedule is {name!r}{why * follows}; choose {_NAMES}")
+    WARMUP.check("warmup", warmup)
     if name == "constant" and warmup:
         raise ValueError(
             f"warmup is {warmup}, but learning_rate_schedule='constant' has none; choose "
@@ -116,16 +116,6 @@ def named_schedule(
         return float(curve(step - rising, max_steps - rising, rising, **options))
 
     return factor
-
-
-def check_warmup(warmup: Any) -> None:
-    """Raise a ValueError for what is neither a number of steps nor a share of a run."""
-    steps = isinstance(warmup, int) and not isinstance(warmup, bool) and warmup >= 0
-    if not steps and not (isinstance(warmup, float) and 0 <= warmup < 1):
-        raise ValueError(
-            f"warmup is {warmup!r}; choose a whole number of steps, 0 or more, or a share of the "
-            "run, a float below 1"
-        )
 
 
 # Curves behind the warm-up. Legend: s steps since its end, of n to the run's end, behind w.
@@ -202,31 +192,24 @@ _CURVES: Mapping[str, Callable[..., float]] = {
 _NAMES = f"one of {', '.join(map(repr, _CURVES))}, or a function of (step, max_steps)"
 
 _STEPS_AHEAD = {"cosine_warmup_with_min_lr": 1}
-"""What sets it apart from "cosine_with_min_lr"; the others' first step of a warm-up has rate 0."""
+"""Its warm-up begins one step ahead; with the others the first step has rate 0."""
 
 _RATES = {
     "polynomial": ("lr_end", "lr_end"),
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
 }
-"""The option that is a rate itself, and what holds it as a share of the learning rate."""
+"""The option that is a rate, and the option that is the same as a share of the learning rate."""
 
 
 def _progress(s: float, n: int) -> float:
     return min(1.0, s / max(1, n))
 
 
-def _why_not(name: str) -> str:
-    """Say why a name of transformers is none here."""
-    if name in ("reduce_lr_on_plateau", "greedy"):
-        return ", which follows a metric, but here the rate is a function of the step alone"
-    return ""
-
-
 def _as_shares(
     name: str, options: Mapping[str, Any], learning_rate: float | None
 ) -> dict[str, Any]:
-    """Turn the lowest rate, where it is given as a rate, into its share of the learning rate."""
+    """Turn a lowest rate that is given as a rate into its share of the learning rate."""
     shares = {"lr_end": 1e-7, **options} if name == "polynomial" else dict(options)
     given, share = _RATES.get(name, ("", ""))
     if given not in shares:
@@ -243,7 +226,7 @@ def _as_shares(
 
 
 def _check_options(name: str, curve: Callable[..., float], options: Mapping[str, Any]) -> None:
-    """Refuse options that are not the curve's, and the lack of one."""
+    """Refuse options that the curve does not have, and the lack of one."""
     parameters = inspect.signature(curve).parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     needed = [n for n, p in known.items() if p.default is p.empty and n not in options]

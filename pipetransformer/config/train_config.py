@@ -1,276 +1,340 @@
-"""Name every setting of a run in one frozen dataclass, checked before anything starts."""
+"""Name every setting of a run: its type, its rule, its default and its meaning in one place.
+
+A rule stands beside the type, or follows from it: `bool`, `Literal`, and `None` where the type has
+it. Error messages and `help(TrainConfig)` are made from the rules and the sentences.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
 from autopipe.plan import PipelinePlan
+from autopipe.schedule import SCHEDULES
+from freeze import MEASURED_SIGNALS
+from pipetransformer.config import rules
 from pipetransformer.config.other_names import advice_on
-from pipetransformer.config.schedules import LearningRateSchedule, constant
-from pipetransformer.config.setting_checks import (
-    CollateFunction,
-    ComputeMetrics,
-    Metric,
-    PreprocessLogits,
-    check_settings,
-)
+from pipetransformer.config.schedules import LearningRateSchedule, constant, named_schedule
+
+CollateFunction = Callable[[list[Any]], Any]
+Metric = Callable[[Tensor, Any], tuple[Tensor | float, Tensor | float]]
+ComputeMetrics = Callable[[Any], Mapping[str, float]]
+"""Judges an `EvalPrediction`."""
+PreprocessLogits = Callable[[Tensor, Any], Tensor]
+"""Reduces a micro-batch's outputs to what is kept of them."""
+
+PLANS = ("fastest", "published", "pipedream")
+"""Planners by name."""
+
+EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
+"""What a record of an evaluation holds beside the metrics."""
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
 _MOST_CHUNK = 32
 
+_STAGE_COUNTS = rules.Rule(
+    lambda value: rules.is_list(value) and len(value) > 1 and all(map(rules.COUNT.allows, value)),
+    "whole numbers of at least 1 for two stages or more",
+)
+_PLANNER = rules.Rule(
+    lambda value: callable(value) or value in PLANS,
+    f"one of {', '.join(map(repr, PLANS))}, or a function",
+)
+_SIGNALS = rules.Rule(
+    lambda value: (
+        (rules.is_list(value) or isinstance(value, (set, frozenset)))
+        and all(isinstance(one, str) and one in MEASURED_SIGNALS for one in value)
+    ),
+    f"a list of {', '.join(sorted(MEASURED_SIGNALS))}",
+)
+# Two samples are told apart by one number; a similarity needs more.
+_PROBES = rules.Rule(lambda value: rules.is_whole(value) and value >= 4, "4 or more")
+_RESUME = rules.Rule(
+    lambda value: rules.FLAG.allows(value) or value in ("auto", "replace"),
+    "True, False, 'auto' or 'replace'",
+)
+_METRICS = rules.Rule(
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(rules.NAME.allows(name) and name not in EVALUATION_FIELDS for name in value)
+        and all(map(callable, value.values()))
+    ),
+    f"functions by names other than {', '.join(EVALUATION_FIELDS)}",
+)
+_CALLBACKS = rules.Rule(rules.is_list, "a list of Callback")
 
+
+@rules.documented
 @dataclass(frozen=True)
 class TrainConfig:
     """Hold the settings of a run.
 
-    Args:
-        epochs: passes over the training set.
-        max_steps: steps after which the run is over, within the last of the epochs at the latest;
-            None is the epochs' end.
-        global_batch_size: samples of a global batch, over all replicas: of one update. To fit it
-            into memory it is cut into micro-batches, so there is no accumulation beside that.
-        seed: of the sample order, of dataset reads and of dropout.
-        learning_rate_schedule: (step, max_steps) -> factor on each parameter group's own rate, or
-            a name that `named_schedule` takes.
-        warmup: of a schedule by name: steps, or, as a float below 1, a share of the run.
-        layer_decay: factor on the learning rate from each layer to the one below it; an embedding
-            counts as a layer of its own below block 0. What policies see is the head's rate. None
-            is 1.
-        label_smoothing: share of each target that is spread over all classes, in training and
-            evaluation, where the loss is the cross entropy of a known model or of torch.
-        precision: "bf16" or "fp16" computes in torch's autocast to it, as a loop with one around
-            the model does, while weights, loss, norms, sums of gradients and the optimizer are in
-            float32. "fp16" scales the loss as torch.amp.GradScaler does. None computes as the
-            weights are.
-        max_grad_norm: largest norm of the whole model's gradient; None does not clip.
-        on_nonfinite: what a NaN or infinite loss or gradient anywhere does: end the run, or skip
-            the step everywhere. With "fp16" a gradient that overflows where the loss is finite
-            always skips the step, and halves the loss's scale, down to a scale of 1.
-        pipeline_length: stages K, or the longest below it where frozen layers, or a resume on
-            other ranks, leave no room for it; None lets the planner choose at every decision.
-        max_replicas: most pipelines R that train side by side; devices beyond them stay idle.
-            None for as many as there is room for; each must have a sample in every step.
-        stage_workers: processes of each stage of one pipeline, such as (2, 1), all processes in
-            all: a stage's take micro-batches in turn. Its boundaries are planned; where layers
-            freeze until there is less than a sublayer a stage, all become replicas of one. With
-            `weight_versions` a step has a multiple of their common multiple in micro-batches.
-        micro_batches: micro-batches M of a step; None lets the planner choose.
-        micro_batch_size: samples of a micro-batch, without `micro_batches`: fixes where a global
-            batch is cut, whatever K and R are. Dropout's masks belong to micro-batches, so that
-            runs with one seed learn the same on any devices; without it they depend on the
-            pipelines that were chosen.
-        schedule: "gpipe" or "1f1b"; None lets the planner choose.
-        weight_versions: trains without a flush between steps, as PipeDream does: weights are
-            "stashed", "vertical_sync" or "double_buffered" (`autopipe.stashing.stashed_weights`),
-            and with K > 1 not those of training without a pipeline. Between two pauses (a
-            decision, an evaluation, a checkpoint, the end of an epoch) all steps are one stream:
-            their results and events come at its end, weights are its end's, and `stop` stops
-            there. None flushes.
-        plan: how the pipeline is chosen at every decision: "fastest" takes the fastest of all,
-            "published" follows the published rules, a function takes a `PlanSituation`.
-            "pipedream" is PipeDream's optimizer, asked once at the start: the workers of its
-            stages are the run's, as with `stage_workers`, and its boundaries stay while each stage
-            has something to train; "data parallel" makes all processes replicas of one stage.
-            With `weight_versions="stashed"` that is PipeDream as published, but that all stages
-            update once a global batch.
-        memory_limit_bytes: modelled bytes a device slot may use, in a step and in a transition, at
-            most what is free on the GPUs before the first step; None is that without a margin for
-            what no model counts (workspaces, communicators, fragments), and on CPUs no limit. What
-            waits in host memory on any device is not counted: optimizer state of frozen layers,
-            the cache, a checkpoint that is being written.
-        freeze_interval_steps: steps between two decisions; None decides by epochs. At most one of
-            the three intervals is set.
-        freeze_interval_epochs: decides at the start of every so many epochs.
-        freeze_interval_share: decides after every such share of the run, rounded to steps.
-        signals: what is measured and recorded beside gradient norms and what the policy asks for,
-            named as in `LayerStats`, so that other policies can be tried on the run later.
-        probe_samples: samples of the training set, at least 4, spread evenly over it, on which
-            probe signals look at every layer's outputs.
-        scale_batch: let the batch grow with the replicas, global_batch_size each pipeline, as the
-            published system did; the learning rate is scaled with it. Not with `max_steps`.
-        cache: keep the frozen prefix's activations, where reading them is faster than computing.
-        cache_check: whether a row that is read is held against what the data set gives now. With
-            "sampled" one in four is in the first pass over the rows and one in 32 later, each time
-            others: of 5 changed samples none is noticed at first with a chance of 24 %, of 20 with
-            less than 1 %. "all" asks the data set for every sample, at every step. Targets are
-            compared at every read, and changed ones trained, in either case, where the data set
-            holds them apart: in a TensorDataset, a list, or `targets`, `labels` or `samples` as
-            torchvision's have them.
-        cache_device: where cached activations lie. "cuda" is in the GPU's memory, of several
-            processes each by itself: after a shuffle it lacks what others have computed. "cpu" is
-            in a file. "auto" is the GPU where one process trains, and all rows fit in half of what
-            is free beside what it has used at most.
-        cache_folder: where the cache's file lives; RAM by default. One on a disk is used where the
-            disk alone, without memory's help, reads rows faster than they are computed. The
-            default is replaced by the folder for temporary files where it has too little room;
-            where that has not enough either, or another folder, fewer rows are kept.
-        cache_limit_bytes: most bytes of rows of the training set on a node, and of the evaluation
-            set's; None holds all samples. Those that do not fit are computed at every step.
-        cache_dtype: "bfloat16" or "float16" stores activations in half the bytes: a sample then
-            has rounded ones in every epoch and evaluation, whether a row holds them or not; None
-            stores them as they are computed.
-        cache_views: how many fixed views to take of each sample of a training set that is
-            augmented at random: epoch e reads view e modulo so many; None takes a new one each
-            epoch, which is not cached.
-        prefix_chunk: samples the frozen prefix runs at a time, cached or not; None is a rank's
-            share of the batch, on CPUs rounded up to a multiple of 8 and at most 32.
-        num_workers: processes of each rank that reads data, ahead of the steps; 0 reads within the
-            step. Samples, their order and random numbers are the same for any number. They read
-            the dataset as it is at the first step: changes to it later do not reach them.
-        prefetch_factor: steps that each of them is ahead.
-        pin_memory: read into page-locked memory where training is on GPUs.
-        collate_fn: makes a batch, a mapping or a tuple, of a list of the dataset's items; it gets
-            a replica's samples of a step, in their order, which are so padded to their longest;
-            before the first step also a few, to measure. One that draws random numbers, or mixes
-            samples, gives others to other numbers of replicas. None stacks equal shapes.
-        eval_collate_fn: likewise in evaluations and predictions, where mixup for instance has no
-            place; None takes collate_fn, torch's default_collate stacks.
-        remove_unused_columns: keep columns that the model does not take from collate_fn.
-        sample_order: (epoch) -> (N,) int64, every index of the training set once, in the order of
-            that epoch; the same on every rank and in a run that resumes. None shuffles.
-        group_by_length: put samples of about equal lengths into a batch; the order of samples then
-            depends on their lengths: the column "length", or that of the model's first input.
-        folder: where records and checkpoints go; None writes nothing.
-        tensorboard: write the records' numbers to folder/tensorboard, too, where TensorBoard is
-            installed.
-        checkpoint_every_epochs, checkpoint_every_steps: when to save, beside training, into the
-            folder; what is due while the save before is still written may be left out, with a
-            warning. 0 is never, and both may be set; with either, the run's end is saved, too.
-        keep_checkpoints: how many of the newest checkpoints stay.
-        resume: beside one of them: "auto" continues from the newest usable checkpoint in the
-            folder, or starts where there is none; True insists on one; False starts, in a folder
-            without a run; "replace" starts, and removes a run that is there. A process that its
-            launcher (torchrun --max-restarts) started again continues in any case.
-        eval_batch_size: samples that are evaluated at a time, over all replicas; None is the
-            global batch's.
-        evaluate_every_epochs: 0 evaluates only when asked.
-        evaluate_every_steps: beside it; 0 is never. With either, the run's end is evaluated, too.
-        metrics: name -> function (output, targets) -> (sum, count), averaged over the evaluated
-            examples; None is the accuracy where the output is (N, classes) and the targets are
-            class indices.
-        compute_metrics: a function of an `EvalPrediction` of the whole data set that returns more
-            metrics by name; called on rank 0 for all. Without it an evaluation keeps no outputs.
-        preprocess_logits_for_metrics: a function (outputs, targets) -> a tensor of as many rows,
-            called for each micro-batch of a data set where outputs are kept; what it returns
-            is kept instead of them. Targets are a tensor, a tuple of several, or None.
-        metric_for_best_model: which of an evaluation's metrics tells the best.
-        greater_is_better: whether more of it is better; None is no for names that end in "loss",
-            and yes for others.
-        load_best_model_at_end: keep the best weights in folder/best, and end `fit` with them.
-        early_stopping_patience: after how many evaluations in a row without improvement the run
-            ends; None goes on.
-        early_stopping_threshold: by how much a metric must be better to count as improvement.
-        callbacks: told of events; the same on all ranks. See `Callback`.
-        device: "auto" takes a GPU for each slot where there are enough, else the CPU;
-            "cuda" refuses to train without so many, "cpu" leaves them alone, "cuda-shared" lets
-            slots share GPUs, with messages through host memory: for tests.
-        step_timeout_s: longest wait for another rank within a step; None allows 20 steps as
-            they are predicted, and at least 60 s.
-        setup_timeout_s: longest wait while groups are built and state moves, and for the slowest
-            rank's part of a checkpoint.
-        progress: show a progress bar on rank 0.
-        label: names the run beside the bar.
     Raises:
-        ValueError: a value is not allowed; the message says which are.
+        ValueError: a value is not allowed, or two contradict each other. The message says what is
+            allowed.
     """
 
-    epochs: int = 1
-    max_steps: int | None = None
-    global_batch_size: int = 32
-    seed: int = 0
-    learning_rate_schedule: str | LearningRateSchedule = constant
-    warmup: float = 0
-    layer_decay: float | None = None
-    label_smoothing: float = 0.0
+    # Length, batch and learning rate
+
+    epochs: Annotated[int, rules.COUNT] = 1
+    """Passes over the training set."""
+    max_steps: Annotated[int | None, rules.COUNT] = None
+    """Steps after which the run ends, if the epochs have not ended before."""
+    global_batch_size: Annotated[int, rules.COUNT] = 32
+    """Samples of one update, over all replicas. They are cut into micro-batches that fit into
+    memory, so there is no accumulation beside that."""
+    seed: Annotated[int, rules.WHOLE] = 0
+    """Seeds the sample order, the reading of samples and dropout."""
+    learning_rate_schedule: Annotated[str | LearningRateSchedule, rules.NAME_OR_CALL] = constant
+    """(step, max_steps) -> factor on each parameter group's own rate, or a name that
+    `named_schedule` takes."""
+    warmup: Annotated[float, rules.WARMUP] = 0
+    """Warm-up of a schedule by name: steps or, as a float below 1, a share of the run."""
+    layer_decay: Annotated[float | None, rules.SHARE] = None
+    """Factor on the learning rate from each layer to the one below it; None is 1. An embedding
+    counts as a layer of its own below block 0. Policies see the head's rate."""
+    label_smoothing: Annotated[float, rules.SHARE_BELOW_1] = 0.0
+    """Share of each target that is spread over all classes, in training and evaluation. The loss
+    must be the cross entropy of a known model or of torch."""
     precision: Literal["bf16", "fp16"] | None = None
-    max_grad_norm: float | None = None
+    """Computes in torch's autocast to this dtype; None computes in the weights' own. Weights,
+    loss, norms, sums of gradients and the optimizer stay in float32. "fp16" scales the loss as
+    torch.amp.GradScaler does."""
+    max_grad_norm: Annotated[float | None, rules.POSITIVE] = None
+    """Largest norm of the whole model's gradient; None does not clip."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    pipeline_length: int | None = None
-    max_replicas: int | None = None
-    stage_workers: tuple[int, ...] | None = None
-    micro_batches: int | None = None
-    micro_batch_size: int | None = None
-    schedule: str | None = None
+    """What a NaN or infinite loss or gradient on any rank does: end the run, or skip the step on
+    all ranks. With "fp16" a gradient that overflows under a finite loss always skips the step. It
+    also halves the loss's scale, down to 1."""
+
+    # Pipeline
+
+    pipeline_length: Annotated[int | None, rules.COUNT] = None
+    """Stages K; None lets the planner choose at every decision. Where frozen layers, or fewer
+    ranks after a resume, leave no room for K, the longest pipeline below it is used."""
+    max_replicas: Annotated[int | None, rules.COUNT] = None
+    """Most pipelines R that train side by side; further devices stay idle. None sets no limit, but
+    each pipeline must have a sample in every step."""
+    stage_workers: Annotated[tuple[int, ...] | None, _STAGE_COUNTS] = None
+    """Processes of each stage of one pipeline, such as (2, 1); together they are all processes.
+    The processes of a stage take micro-batches in turn, and the planner sets the boundaries. Once
+    fewer sublayers than stages train, all processes become replicas of one stage. With
+    `weight_versions` the micro-batches of a step are a multiple of the counts' common multiple."""
+    micro_batches: Annotated[int | None, rules.COUNT] = None
+    """Micro-batches M of a step; None lets the planner choose."""
+    micro_batch_size: Annotated[int | None, rules.COUNT] = None
+    """Samples of a micro-batch, in place of `micro_batches`: a batch is cut alike whatever K and R
+    are. Dropout masks belong to micro-batches, so runs with one seed then learn the same on any
+    devices. Without it they depend on the pipelines that were chosen."""
+    schedule: Annotated[str | None, rules.one_of(None, *SCHEDULES)] = None
+    """"gpipe" or "1f1b"; None lets the planner choose."""
     weight_versions: Literal["stashed", "vertical_sync", "double_buffered"] | None = None
-    plan: str | Callable[..., PipelinePlan] = "fastest"
-    memory_limit_bytes: int | None = None
-    freeze_interval_steps: int | None = None
-    freeze_interval_epochs: int = 1
-    freeze_interval_share: float | None = None
-    signals: Sequence[str] = ()
-    probe_samples: int = 64
+    """Trains without a flush between steps, as PipeDream does; None flushes. See
+    `autopipe.stashing` for the three. With K > 1 the weights differ from those of
+    training without a pipeline. All steps between two pauses (a decision, an evaluation, a
+    checkpoint, an epoch's end) are one stream. Results and events come at its end, with the
+    weights of its end, and `stop` stops there."""
+    plan: Annotated[str | Callable[..., PipelinePlan], _PLANNER] = "fastest"
+    """How the pipeline is chosen at every decision. "fastest" takes the fastest plan of all,
+    "published" follows the published rules, and a function takes a `PlanSituation`. "pipedream"
+    asks PipeDream's optimizer once, at the start: its stages' workers are used as `stage_workers`
+    are. Its boundaries stay while each stage has something to train. Where it answers "data
+    parallel", all processes are replicas of one stage. With `weight_versions="stashed"` this is
+    PipeDream as published, except that all stages update once a global batch."""
+    memory_limit_bytes: Annotated[int | None, rules.COUNT] = None
+    """Modelled bytes that a device slot may use, in a step and in a transition; never more than
+    what is free on the GPUs before the first step. None is that, less a margin for workspaces,
+    communicators and fragments, which no model counts; on CPUs it is no limit. Host memory is not
+    counted: optimizer state of frozen layers, the cache, a checkpoint that is being written."""
+
+    # Freezing
+
+    freeze_interval_steps: Annotated[int | None, rules.COUNT] = None
+    """Steps between two decisions; None decides by epochs. At most one interval may be set."""
+    freeze_interval_epochs: Annotated[int, rules.COUNT] = 1
+    """Epochs between two decisions, each at an epoch's start."""
+    freeze_interval_share: Annotated[float | None, rules.SHARE] = None
+    """Share of the run between two decisions, rounded to steps."""
+    signals: Annotated[Sequence[str], _SIGNALS] = ()
+    """Signals to record beside gradient norms and those that the policy asks for, named as in
+    `LayerStats`. Other policies can then be tried on the run later."""
+    probe_samples: Annotated[int, _PROBES] = 64
+    """Samples of the training set, evenly spread, on which probe signals compare outputs."""
     scale_batch: bool = False
+    """Let the batch grow with the replicas, global_batch_size each, as the published system did.
+    The learning rate is scaled with it. Not with `max_steps`."""
+
+    # Cache
+
     cache: bool = True
+    """Keep the frozen prefix's activations where reading them is faster than computing them."""
     cache_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where cached activations lie: "cpu" is a file, "cuda" the GPU's memory. Each of several
+    processes has its own GPU memory: after a shuffle it lacks what the others computed. "auto" is
+    the GPU for a single process, if all rows fit into half of what is free there at the peak."""
     cache_check: Literal["sampled", "all"] = "sampled"
-    cache_folder: str | Path = "/dev/shm"
-    cache_limit_bytes: int | None = None
+    """Whether the rows that are read are compared with the data set's present samples. "sampled"
+    compares one row in four in the first pass over the rows. Each later pass compares other rows,
+    one in 32. It misses 5 changed samples at first with a chance of 24 %, and 20 with less
+    than 1 %. "all" reads every sample at every step. Targets are compared at every read in either
+    case, and changed ones are trained, where the data set holds them apart. That is a
+    TensorDataset, a list, or `targets`, `labels` or `samples` as in torchvision."""
+    cache_folder: Annotated[str | Path, rules.PATH] = "/dev/shm"
+    """Where the cache's file lives; RAM by default. A folder on a disk is used if the disk reads
+    rows faster than they are computed, without memory's help. Where the default has too little
+    room, the folder for temporary files is used. Where that or another folder has too little,
+    fewer rows are kept."""
+    cache_limit_bytes: Annotated[int | None, rules.COUNT] = None
+    """Most bytes of a node's rows, for the training set and again for the evaluation set. None
+    holds all samples; those that do not fit are computed at every step."""
     cache_dtype: Literal["bfloat16", "float16"] | None = None
-    cache_views: int | None = None
-    prefix_chunk: int | None = None
-    num_workers: int = 0
-    prefetch_factor: int = 2
+    """Stores activations in half the bytes; None stores them as they are computed. A sample then
+    has rounded activations in every epoch and evaluation, whether a row holds them or not."""
+    cache_views: Annotated[int | None, rules.COUNT] = None
+    """Fixed views V of each sample of a training set that is augmented at random: epoch e reads
+    view e modulo V. None takes a new view in each epoch, which is not cached."""
+    prefix_chunk: Annotated[int | None, rules.COUNT] = None
+    """Samples that the frozen prefix runs at a time, cached or not. None is a rank's share of the
+    batch, on CPUs rounded up to a multiple of 8, and at most 32."""
+
+    # Data
+
+    num_workers: Annotated[int, rules.COUNT_FROM_0] = 0
+    """Processes that read data ahead of the steps, for each rank that reads; 0 reads in the step.
+    Samples, their order and random numbers are the same for any number. Workers read the dataset
+    as it is at the first step; later changes do not reach them."""
+    prefetch_factor: Annotated[int, rules.COUNT] = 2
+    """Steps that each worker is ahead."""
     pin_memory: bool = True
-    collate_fn: CollateFunction | None = None
-    eval_collate_fn: CollateFunction | None = None
+    """Read into page-locked memory where training is on GPUs."""
+    collate_fn: Annotated[CollateFunction | None, rules.FUNCTION] = None
+    """Makes a batch, a mapping or a tuple, of a list of the dataset's items; None stacks equal
+    shapes. It gets a replica's samples of a step in their order, so it pads to their longest; and
+    before the first step a few, to measure. If it draws random numbers or mixes samples, its
+    batches depend on the number of replicas."""
+    eval_collate_fn: Annotated[CollateFunction | None, rules.FUNCTION] = None
+    """The same for evaluations and predictions, where mixup, for instance, has no place. None
+    takes collate_fn; torch's default_collate stacks."""
     remove_unused_columns: bool = True
-    sample_order: Callable[[int], Tensor] | None = None
+    """Keep columns that the model does not take from collate_fn."""
+    sample_order: Annotated[Callable[[int], Tensor] | None, rules.FUNCTION] = None
+    """(epoch) -> (N,) int64, every index of the training set once, in that epoch's order; None
+    shuffles. It must be the same on every rank and in a run that resumes."""
     group_by_length: bool = False
-    folder: str | Path | None = None
+    """Put samples of about equal lengths into a batch. The length is the column "length", or that
+    of the model's first input. The order of samples then depends on lengths."""
+
+    # Folder and checkpoints
+
+    folder: Annotated[str | Path | None, rules.PATH] = None
+    """Where records and checkpoints go; None writes nothing."""
     tensorboard: bool = True
-    checkpoint_every_epochs: int = 0
-    checkpoint_every_steps: int = 0
-    keep_checkpoints: int = 2
-    resume: bool | Literal["auto", "replace"] = False
-    eval_batch_size: int | None = None
-    evaluate_every_epochs: int = 1
-    evaluate_every_steps: int = 0
-    metrics: Mapping[str, Metric] | None = None
-    compute_metrics: ComputeMetrics | None = None
-    preprocess_logits_for_metrics: PreprocessLogits | None = None
-    metric_for_best_model: str = "loss"
-    greater_is_better: bool | None = None
+    """Write the records' numbers to folder/tensorboard, too, if TensorBoard is installed."""
+    checkpoint_every_epochs: Annotated[int, rules.COUNT_FROM_0] = 0
+    """Epochs between two checkpoints; 0 is never. Writing goes on beside training: a checkpoint
+    that is due meanwhile may be left out, with a warning."""
+    checkpoint_every_steps: Annotated[int, rules.COUNT_FROM_0] = 0
+    """Steps between two checkpoints, beside those of epochs; 0 is never. With either of the two,
+    the run's end is saved, too."""
+    keep_checkpoints: Annotated[int, rules.COUNT] = 2
+    """How many of the newest checkpoints stay."""
+    resume: Annotated[bool | Literal["auto", "replace"], _RESUME] = False
+    """"auto" continues from the newest usable checkpoint in the folder, or starts if there is
+    none. True insists on one. False starts, in a folder without a run. "replace" removes a run
+    that is there, and starts. A process that its launcher restarted (torchrun --max-restarts)
+    continues in any case."""
+
+    # Evaluation
+
+    eval_batch_size: Annotated[int | None, rules.COUNT] = None
+    """Samples that are evaluated at a time, over all replicas; None is global_batch_size."""
+    evaluate_every_epochs: Annotated[int, rules.COUNT_FROM_0] = 1
+    """Epochs between two evaluations; 0 is never."""
+    evaluate_every_steps: Annotated[int, rules.COUNT_FROM_0] = 0
+    """Steps between two evaluations, beside those of epochs; 0 is never. With either of the two,
+    the run's end is evaluated, too."""
+    metrics: Annotated[Mapping[str, Metric] | None, _METRICS] = None
+    """Name -> function (output, targets) -> (sum, count), averaged over the evaluated examples.
+    None is the accuracy if the output is (N, classes) and the targets are class indices."""
+    compute_metrics: Annotated[ComputeMetrics | None, rules.FUNCTION] = None
+    """(EvalPrediction of the whole data set) -> more metrics by name, called on rank 0. Without it
+    an evaluation keeps no outputs."""
+    preprocess_logits_for_metrics: Annotated[PreprocessLogits | None, rules.FUNCTION] = None
+    """(outputs, targets) -> a tensor with as many rows, which is kept instead of the outputs. It
+    is called for each micro-batch where outputs are kept. Targets are a tensor, a tuple of
+    several, or None."""
+    metric_for_best_model: Annotated[str, rules.NAME] = "loss"
+    """The metric by which the best evaluation is chosen."""
+    greater_is_better: Annotated[bool | None, rules.one_of(None, False, True)] = None
+    """Whether more of that metric is better. None is no for names that end in "loss", else yes."""
     load_best_model_at_end: bool = False
-    early_stopping_patience: int | None = None
-    early_stopping_threshold: float = 0.0
-    callbacks: Sequence[Any] = ()
+    """Keep the best weights in folder/best, and end `fit` with them."""
+    early_stopping_patience: Annotated[int | None, rules.COUNT] = None
+    """Evaluations in a row without improvement after which the run ends; None goes on."""
+    early_stopping_threshold: Annotated[float, rules.NUMBER_FROM_0] = 0.0
+    """By how much a metric must be better to count as an improvement."""
+    callbacks: Annotated[Sequence[Any], _CALLBACKS] = ()
+    """Told of events; the same on all ranks. See `Callback`."""
+
+    # Processes
+
     device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
-    step_timeout_s: float | None = None
-    setup_timeout_s: float = 300.0
+    """"auto" takes a GPU for each slot if there are enough, else the CPU. "cuda" insists on the
+    GPUs, and "cpu" leaves them alone. "cuda-shared", for tests, lets slots share GPUs, with
+    messages through host memory."""
+    step_timeout_s: Annotated[float | None, rules.SECONDS] = None
+    """Longest wait for another rank within a step. None allows 20 predicted steps, and at least
+    60 s."""
+    setup_timeout_s: Annotated[float, rules.SECONDS] = 300.0
+    """Longest wait while groups are built, while state moves, and for the slowest rank's part of a
+    checkpoint."""
     progress: bool = True
+    """Show a progress bar on rank 0."""
     label: str = "train"
+    """Names the run beside the bar."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        if self.precision == "bf16-pure":
+            raise ValueError(
+                "precision is 'bf16-pure', but weights in bfloat16 lose every update smaller than "
+                "their rounding, 1/256 of them, unless the optimizer keeps copies in float32, "
+                "which torch's do not; choose 'bf16', which keeps the weights in float32"
+            )
+        for name, rule in rules.of_fields(TrainConfig).items():
+            rule.check(name, getattr(self, name))
+        for reason in _contradictions(self):
+            raise ValueError(reason)
+        if isinstance(self.learning_rate_schedule, str):
+            # The rate itself is the optimizer's, and known later.
+            named_schedule(self.learning_rate_schedule, warmup=self.warmup, learning_rate=1.0)
 
     @property
     def saves(self) -> bool:
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
     def plain(self) -> dict[str, Any]:
-        """Return by name the settings that are one value; of a function it is the name."""
+        """Return by name the settings that are one value; a function is its name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: getattr(value, "__name__", value) for name, value in named.items()}
         kinds = (int, float, str, type(None))
         return {name: value for name, value in plain.items() if isinstance(value, kinds)}
 
     def prefix_chunk_of(self, num_ranks: int, *, on_gpu: bool = False) -> int:
-        """Return the samples that the frozen prefix runs at a time on so many ranks.
+        """Return the samples that the frozen prefix runs at a time.
 
-        A GPU gains by more of them at once, so there it is a rank's share of the batch.
+        A GPU gains by larger chunks, so there it is a rank's share of the batch.
         """
         if on_gpu and self.prefix_chunk is None:
             return math.ceil(self.global_batch_size / num_ranks)
         return self.prefix_chunk or usual_prefix_chunk(self.global_batch_size, num_ranks)
 
     def global_batch(self, replicas: int) -> int:
-        """Return the samples of a step; with scale_batch, global_batch_size for each replica."""
+        """Return the samples of a step."""
         return self.global_batch_size * (replicas if self.scale_batch else 1)
 
     def most_replicas(self) -> int | None:
@@ -285,7 +349,7 @@ class TrainConfig:
         return math.ceil(self.global_batch_size / (self.micro_batch_size or 1))
 
     def step_limit_s(self, predicted_step_s: float) -> float:
-        """Return the longest wait for another rank within a step of a predicted time.
+        """Return the longest wait for another rank within a step.
 
         A step's own time is no limit: one rank may be slowed down, or read its data from afar.
         """
@@ -309,10 +373,122 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
 
 
 def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
-    """Return how many samples the frozen prefix runs at a time, where nobody says.
+    """Return the samples that the frozen prefix runs at a time if no setting says it.
 
-    A rank's share of the batch, so that whole chunks are filled whatever the number of replicas;
-    beyond 32 samples more make a layer hardly faster, and take memory. In multiples of 8, as
-    kernels compute the odd rows at a chunk's end in another way, with other last bits.
+    It is a rank's share of the batch, so whole chunks are filled for any number of replicas. Above
+    32 samples a layer hardly gets faster, and takes more memory. Multiples of 8 avoid odd rows at
+    a chunk's end, which kernels compute in another way, with other last bits.
     """
     return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    """Yield what is wrong with settings that are each allowed, the first first."""
+    if config.sample_order is not None and config.group_by_length:
+        yield "sample_order and group_by_length both say in which order samples come; give one"
+    yield from _in_the_batch(config)
+    yield from _in_the_pipeline(config)
+    if config.warmup and not isinstance(config.learning_rate_schedule, str):
+        yield (
+            f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
+            "itself how the rate begins; give one of them, or a schedule's name"
+        )
+    intervals = {
+        "freeze_interval_steps": config.freeze_interval_steps is not None,
+        "freeze_interval_epochs": config.freeze_interval_epochs != 1,
+        "freeze_interval_share": config.freeze_interval_share is not None,
+    }
+    if sum(intervals.values()) > 1:
+        given = " and ".join(name for name, is_given in intervals.items() if is_given)
+        yield f"{given} are given, which each say when to decide; give one of them"
+    if config.folder is None and (config.saves or config.resume):
+        yield (
+            "checkpoint_every_epochs, checkpoint_every_steps and resume need a folder to save to; "
+            "give folder=..."
+        )
+    if config.resume in (True, "auto") and not config.saves:
+        yield (
+            f"resume={config.resume!r} without checkpoint_every_epochs or checkpoint_every_steps "
+            "would never save again; give checkpoint_every_epochs=1"
+        )
+
+
+def _in_the_batch(config: TrainConfig) -> Iterator[str]:
+    count, size, whole = config.micro_batches, config.micro_batch_size, config.global_batch_size
+    if config.max_steps is not None and config.scale_batch:
+        yield (
+            f"max_steps is {config.max_steps}, but with scale_batch=True a step's samples follow "
+            "from the replicas; give epochs"
+        )
+    if count is not None and count > whole:
+        yield (
+            f"micro_batches is {count} for a global_batch_size of {whole}; each needs a sample: "
+            f"choose at most {whole}"
+        )
+    if size is not None and count is not None:
+        yield (
+            f"micro_batch_size is {size} and micro_batches is {count}; each follows from the "
+            "other: give one of them"
+        )
+    if size is not None and config.plan == "published":
+        yield (
+            f"micro_batch_size is {size}, but plan='published' chooses the micro-batches itself; "
+            "leave one of them out"
+        )
+    if size is not None and size > whole:
+        yield (
+            f"micro_batch_size is {size} for a global_batch_size of {whole}; choose at most "
+            f"{whole}"
+        )
+
+
+def _in_the_pipeline(config: TrainConfig) -> Iterator[str]:
+    """Yield which settings do not go with one 1F1B pipeline, or with training without a flush."""
+    one_pipeline = {
+        "pipeline_length": config.pipeline_length is not None,
+        "max_replicas": config.max_replicas is not None,
+        "scale_batch": config.scale_batch,
+        "schedule='gpipe'": config.schedule == "gpipe",
+    }
+    published = {"plan='published'": config.plan == "published"}
+    if config.stage_workers is not None:
+        yield from _beside(
+            f"stage_workers is {config.stage_workers}, which makes one 1F1B pipeline of all "
+            "processes",
+            one_pipeline | published,
+        )
+    if config.plan == "pipedream":
+        yield from _beside(
+            "plan is 'pipedream', which makes one 1F1B pipeline of all processes, or replicas of "
+            "one stage, and chooses which",
+            one_pipeline | {"stage_workers": config.stage_workers is not None},
+        )
+    if config.weight_versions is None:
+        return
+    yield from _beside(
+        f"weight_versions is {config.weight_versions!r}: a stage updates before it could hear of "
+        "the others' gradients, and runs 1F1B alone",
+        {
+            "max_grad_norm": config.max_grad_norm is not None,
+            "precision='fp16'": config.precision == "fp16",
+            "on_nonfinite='skip'": config.on_nonfinite == "skip",
+            "schedule='gpipe'": config.schedule == "gpipe",
+            **published,
+        },
+    )
+    # Each worker of a stage must get equally many micro-batches of a step.
+    turn, count = math.lcm(*config.stage_workers or (1,)), config.micro_batches
+    most = config.most_micro_batches()
+    if config.micro_batch_size is not None:
+        count = most
+    if most < turn or (count or turn) % turn:
+        yield (
+            f"stage_workers {config.stage_workers} take the micro-batches of all steps in turn "
+            f"with weight_versions=, so that a step needs a multiple of {turn}, and has "
+            f"{count or most}; set micro_batches, micro_batch_size or global_batch_size to that"
+        )
+
+
+def _beside(why: str, others: Mapping[str, bool]) -> Iterator[str]:
+    if given := [name for name, is_given in others.items() if is_given]:
+        yield f"{why}; leave {' and '.join(given)} out"

@@ -2,7 +2,7 @@
 
 observing ─► elasticity ─► decision ─► journal
                 │ └─► run_planner ─► planners, costs: which pipeline
-                └───► deployment ─► shards, edited_weights: who holds what, and how it moves
+                └───► deployment ─► shards: who holds what, and how it moves
 """
 
 from pipetransformer.elastic.decision import Decision

@@ -1,10 +1,10 @@
-"""Learn from a run what its steps and its transitions cost: live steps are the measurement."""
+"""Learn from live steps and transitions what steps and transitions cost."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,36 +22,18 @@ _WARM_UP = 2
 """First steps of a plan, which touch fresh memory."""
 
 _UNEQUAL = 0.25
-"""Share by which one rank must compute longer than another for them to count as unequal: other
-people's work makes that much of a difference for a while."""
+"""Share by which a rank must compute longer than the fastest to count as slow: other processes of
+a machine make that much of a difference for a while."""
 
 REVIEW_STEPS = _WARM_UP + _WINDOW
 """Steps after which it is known what a plan's steps take."""
 
 _REGROUP_S = 0.05
-"""Building groups, optimizer and buckets, before a change that moved nothing has told."""
+"""Building groups, optimizer and buckets; a guess until a transition has moved no bytes."""
 
 _FRESH = 3.0
-"""How many times slower bytes travel into fresh memory than in a repeated probe, before a
-transition has told."""
-
-
-@dataclass(frozen=True)
-class SteadyStep:
-    """Hold what a step takes in the long run: without what filling a cache adds once, and without
-    waiting for workers or for checks of cached samples.
-
-    Args:
-        seconds: of all of it.
-        fetch_s: those in which stage 0 gets its samples behind the frozen prefix.
-    """
-
-    seconds: float
-    fetch_s: float = 0.0
-
-    @property
-    def training_s(self) -> float:
-        return self.seconds - self.fetch_s
+"""How many times slower bytes travel into fresh memory than in a repeated probe; a guess until a
+transition has moved bytes."""
 
 
 def steady_step(
@@ -62,28 +44,31 @@ def steady_step(
     uses_cache: bool,
     has_workers: bool,
     on_cpu: bool,
-) -> SteadyStep:
-    """Return what a step would take in the long run; what it cannot tell is as predicted.
+) -> tuple[float, float]:
+    """Return what a step takes in the long run, and what of that is fetching samples, in seconds.
+
+    Left out are filling a cache, waiting for workers and checking cached samples. What the step
+    cannot tell is as the plan predicts it.
 
     Args:
         took: this rank's seconds of the step, by what they were spent on.
         stats: of the step.
-        plan: which it followed.
+        plan: the plan that it followed.
         uses_cache: whether what the prefix computes is kept.
-        has_workers: whether others read the data set.
-        on_cpu: whether layers are computed when they are called, and not only launched.
+        has_workers: whether worker processes read the data set.
+        on_cpu: whether a layer is computed when it is called, and not only launched.
     """
     data_s, runs_prefix = took["data"], stats.misses + stats.upgrades > 0
     training_s = sum(took.values()) - data_s
     if uses_cache and runs_prefix:
-        if not on_cpu:  # What was launched is waited for later, among what trains.
-            return SteadyStep(plan.predicted_step_s, plan.fetch_s)
-        return SteadyStep(training_s + plan.fetch_s, plan.fetch_s)
+        if not on_cpu:  # The launched prefix is waited for later, among what trains.
+            return plan.predicted_step_s, plan.fetch_s
+        return training_s + plan.fetch_s, plan.fetch_s
     fetch_s = stats.seconds if uses_cache or has_workers else data_s
     seconds = training_s + fetch_s
     if runs_prefix and not on_cpu:
         fetch_s = seconds * plan.fetch_s / max(plan.predicted_step_s, 1e-9)
-    return SteadyStep(seconds, fetch_s)
+    return seconds, fetch_s
 
 
 class Pace:
@@ -91,51 +76,53 @@ class Pace:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._recent: deque[SteadyStep] = deque(maxlen=_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._training: deque[float] = deque(maxlen=_WINDOW)
         self._computed: deque[float] = deque(maxlen=_WINDOW)
 
-    def note(self, step: SteadyStep, computed_s: float) -> bool:
-        """Take a step; return whether it is known now, and was not before, what they take.
+    def note(self, seconds: float, *, fetch_s: float, computed_s: float) -> bool:
+        """Add a step; return whether steps of this plan are now known for the first time.
 
         Args:
-            step: what it takes in the long run.
+            seconds: what it takes in the long run.
+            fetch_s: what of that is fetching samples; see `steady_step`.
             computed_s: in how many of its seconds this rank computed.
         """
         self._num_steps += 1
         if self._num_steps > _WARM_UP:
-            self._recent.append(step)
+            self._seconds.append(seconds)
+            self._training.append(seconds - fetch_s)
             self._computed.append(computed_s)
         return self._num_steps == REVIEW_STEPS
 
     @property
     def median_s(self) -> float | None:
-        """Return what a step of this plan takes of late; None before there are enough of them."""
-        return self._median_s(lambda step: step.seconds)
+        """Return a recent step's seconds; None before there are enough steps."""
+        return _median_s(self._seconds)
 
     @property
     def training_s(self) -> float | None:
         """Return what of that is not fetching: it tells how fast computing is."""
-        return self._median_s(lambda step: step.training_s)
+        return _median_s(self._training)
 
     @property
     def computed_s(self) -> float:
         """Return in how many of these seconds this rank computed."""
         return statistics.median(self._computed)
 
-    def _median_s(self, part: Callable[[SteadyStep], float]) -> float | None:
-        if len(self._recent) < _WINDOW:
-            return None
-        return statistics.median(map(part, self._recent))
+
+def _median_s(recent: deque[float]) -> float | None:
+    return statistics.median(recent) if len(recent) == _WINDOW else None
 
 
 @dataclass
 class Calibration:
-    """Hold what live steps have taught of costs since they were measured.
+    """Hold what live steps have taught about costs since they were measured.
 
     Args:
-        lengthening: how many times longer all computing takes.
-        slowness: how many times longer than the fastest each rank computes; () for equal ranks.
-        corrections: how many times longer steps of a plan take that was tried, by its name.
+        lengthening: factor on all computing.
+        slowness: factor of each rank over the fastest; () for equal ranks.
+        corrections: factor on the steps of plans that were tried, by `plan_name`.
     """
 
     lengthening: float = 1.0
@@ -147,11 +134,11 @@ class Calibration:
         return replace(profile.lengthened(self.lengthening), slowness=self.slowness)
 
     def correction(self, plan: PipelinePlan) -> float:
-        """Return how many times longer than predicted a plan's steps have turned out to take."""
+        """Return the factor by which a plan's steps turned out longer than predicted; else 1."""
         return self.corrections.get(plan_name(plan), 1.0)
 
     def correct(self, plan: PipelinePlan, slower: float) -> None:
-        """Note that a plan's steps take longer than predicted by another factor."""
+        """Note that a plan's steps take longer by a factor than they are predicted now."""
         self.corrections[plan_name(plan)] = self.correction(plan) * slower
 
     def compare_ranks(self, computed_s: Sequence[float], expected_s: Sequence[float]) -> None:
@@ -159,8 +146,9 @@ class Calibration:
 
         Args:
             computed_s: seconds a step, by rank.
-            expected_s: by rank, with the slowness known so far; 0 for one that has nothing to do.
+            expected_s: by rank, with the slowness known so far; 0 for an idle rank.
         """
+        # What is expected contains the slowness so far, so the two factors multiply.
         known = self.slowness or (1.0,) * len(computed_s)
         found = [
             before * seconds / expected if seconds and expected else 0.0
@@ -182,7 +170,7 @@ class Calibration:
 
 
 class TransitionCost:
-    """Predict transitions; each one that happened corrects the coming predictions."""
+    """Predict transitions, corrected by the transitions that have happened."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -197,7 +185,7 @@ class TransitionCost:
     ) -> None:
         """Learn from a transition's measured seconds."""
         way_s = self._way_s(profile, before, after)
-        if way_s == 0:
+        if way_s == 0:  # No bytes moved: all of it was regrouping.
             self._regroup_s = seconds
         else:
             self._slowness = max(0.0, seconds - self._regroup_s) / way_s
@@ -222,12 +210,13 @@ class TransitionCost:
             sizes[shard_name(cost.name, WEIGHTS)] = cost.parameter_bytes + cost.buffer_bytes
             sizes[shard_name(cost.name, OPTIMIZER)] = cost.optimizer_bytes
         moves = plan_moves(old, new, sizes, slots_per_node=self._world.slots_per_node)
+        # Ranks receive at the same time: the busiest decides, over the slowest kind of link.
         slowest = min(profile.link.bytes_per_s, profile.node_link.bytes_per_s)
         return largest_incoming_bytes(moves, sizes) / slowest
 
 
 def plan_name(plan: PipelinePlan) -> str:
-    """Name what steps are compared by: pipelines of one name differ by their frozen layers."""
+    """Name a plan without its boundaries: freezing moves them, and corrections must live on."""
     return f"K = {plan.length}, M = {plan.num_micro_batches}"
 
 

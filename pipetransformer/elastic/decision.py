@@ -1,4 +1,4 @@
-"""State what is decided at a step boundary, as it is published and written to the journal."""
+"""State what is decided at a step boundary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopipe.plan import PipelinePlan
 
 @dataclass(frozen=True)
 class Decision:
-    """State what holds from a step on; published by rank 0 and written to the journal first.
+    """State what holds from a step on; rank 0 journals it, then publishes it.
 
     Args:
         step: the first step it holds for.
@@ -40,7 +40,7 @@ class Decision:
         return Decision(**{**values, "plan": plan, "resting": resting})
 
     def changes(self, current: Decision | None) -> bool:
-        """Tell whether anything has to be done to go from the current decision to this one."""
+        """Tell whether ranks must do anything to go from the current decision to this one."""
         return current is None or self._effect() != current._effect()
 
     def _effect(self) -> tuple[Any, ...]:

@@ -10,13 +10,14 @@ dropped as they travel: a rank never holds all of what it had and all of what it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autocache import fingerprint
 from autodp import (
     ROUND_BYTES,
     GroupPool,
@@ -28,7 +29,6 @@ from autodp import (
 )
 from freeze.signals import IntervalSignals
 from pipetransformer.elastic.decision import Decision
-from pipetransformer.elastic.edited_weights import refuse_partial_edits
 from pipetransformer.elastic.shards import (
     WEIGHTS,
     HeldShards,
@@ -37,9 +37,9 @@ from pipetransformer.elastic.shards import (
     split_shard_name,
 )
 from pipetransformer.feed import SampleFeed
-from pipetransformer.model import LossScale, Task, set_frozen
+from pipetransformer.model import LayeredModel, LossScale, Task, set_frozen
 from pipetransformer.processes import World, free_bytes
-from pipetransformer.stage import Stage, UnflushedStage
+from pipetransformer.stage import AsynchronousStage, Stage
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Deployment:
             timeout_s=task.config.setup_timeout_s,
             backend=world.backend,
         )
-        # Stages come and go.
+        # Here and not in a stage, as its history must outlive transitions.
         self.loss_scale = LossScale(is_dynamic=task.config.precision == "fp16")
         self.stage: Stage | None = None
 
@@ -85,10 +85,11 @@ class Deployment:
         self.refuse_partial_edits()
         after = self._place(decision)
         holders = after.shards()
-        # Rank 0's weights win at the start.
+        # At the start rank 0's weights win: to move from it alone overwrites the others'.
         at_first = dict.fromkeys(holders, frozenset([0]))
         before = self._ownership.shards() if self._ownership else at_first
         signals = self._unfinished_signals(decision)
+        # First: gradients and buckets of the old stage would lie beside the shards that arrive.
         self._leave_stage()
         self._held.release_others(before)
         self._held.park(after.parked_by(self._world.rank))
@@ -99,14 +100,17 @@ class Deployment:
         return num_bytes
 
     def refuse_partial_edits(self) -> None:
-        """Refuse weights that were changed on some of their ranks alone. Collective.
+        """Refuse weights that a script has changed on some of their ranks alone. Collective.
+
+        Ranks that hold a layer hold it alike after every step, bit by bit. They are compared where
+        all ranks meet anyway: before a transition, an epoch and an evaluation, and at the end.
 
         Raises:
-            ValueError: on every rank: there are such; it names the first.
+            ValueError: on every rank: it names the first tensor that differs, and the ranks.
         """
-        if self._ownership is not None:
+        if self._ownership is not None and self._world.group is not None:
             held = self._ownership.held_by(self._world.rank)
-            refuse_partial_edits(self._task.model, held, self._world)
+            _refuse_differing(self._task.model, held, self._world)
 
     def needed_shards(self, decision: Decision) -> tuple[str, ...]:
         """Name the shards that this rank holds under a decision."""
@@ -158,8 +162,7 @@ class Deployment:
     def copy_weights(self) -> dict[str, Tensor]:
         """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
 
-        Rank 0's model then holds what it held before: the other layers' weights would be old after
-        the next step.
+        Rank 0's model then holds what it held before, as the other layers train on elsewhere.
         """
         assert self._ownership is not None
         model, state = self._task.model, dict[str, Tensor]()
@@ -171,21 +174,22 @@ class Deployment:
         return state
 
     def put_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Give rank 0's values of the model's state to all who hold it, in place. Collective.
+        """Give rank 0's values of the model's state to all holders, in place. Collective.
 
-        The others' argument is ignored.
+        Args:
+            state: by the model's own names; used on rank 0 alone.
         """
         main, group = self._world.is_main, self._world.group
         with torch.no_grad():
             for name, held in self._task.model.model.state_dict(keep_vars=True).items():
                 value = state[name] if main else torch.empty(held.shape, dtype=held.dtype)
                 broadcast_tensor(value, 0, group=group, what="the best weights")
-                # A frozen layer that is what it was keeps its rows in the cache.
+                # A frozen layer that is not written keeps its rows in the cache.
                 if not held.is_meta and not torch.equal(held.cpu(), value):
                     held.copy_(value)
 
     def fill_released(self) -> None:
-        """Bring from rank 0 what a run before has left other ranks without. Collective.
+        """Bring layers from rank 0 that an earlier run has taken from this one. Collective.
 
         Raises:
             ValueError: on every rank: rank 0 lacks something itself.
@@ -207,7 +211,7 @@ class Deployment:
         }
         before = {shard_name(name, WEIGHTS): frozenset([0]) for name in lacking}
         after = {shard_name(name, WEIGHTS): frozenset({0, *lacking[name]}) for name in lacking}
-        self._held.weights_device = torch.device("cpu")  # Where one comes before a run.
+        self._held.weights_device = torch.device("cpu")  # Where models are before a run.
         try:
             self._move(before, after)
         finally:
@@ -215,7 +219,7 @@ class Deployment:
 
     @contextmanager
     def whole_on_rank_0(self) -> Iterator[None]:
-        """Hold the whole model on rank 0 meanwhile, what it does not train in host memory.
+        """Hold the whole model on rank 0 within the block; extra layers are in host memory.
 
         Collective, at both ends.
         """
@@ -267,10 +271,7 @@ class Deployment:
         )
 
     def _leave_stage(self) -> None:
-        """Keep the optimizer's state, and let go of all else: gradients, buckets, links.
-
-        What comes needs their memory.
-        """
+        """Keep the optimizer's state, and let go of all else: gradients, buckets, links."""
         self._held.take_back()
         if self.stage is not None:
             self.stage.close()
@@ -284,13 +285,14 @@ class Deployment:
         return IntervalSignals.joined(states) if states[0]["num_steps"] else None
 
     def _adopt(self, decision: Decision, after: Ownership) -> None:
-        """Become what a decision asks for; the shards are there."""
+        """Build the stage of a decision whose shards are there."""
         rank = self._world.rank
         self._held.settle(after.held_by(rank))
+        # Before the stage is built: its reducer waits for every parameter that needs a gradient.
         set_frozen(self._task, decision.num_frozen, decision.resting)
         self._ownership = after
         limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)
-        build = Stage if self._task.config.weight_versions is None else UnflushedStage
+        build = Stage if self._task.config.weight_versions is None else AsynchronousStage
         self.stage = build(
             self._task,
             self._world,
@@ -304,3 +306,39 @@ class Deployment:
             decision.num_frozen, on_stage_0=self.stage.index == 0, use_cache=decision.use_cache
         )
         self.feed.follow_prefix()
+
+
+def _refuse_differing(model: LayeredModel, held: Sequence[int], world: World) -> None:
+    """Raise a ValueError if two ranks hold a layer with other values. Collective."""
+    # A run after this one may have left meta tensors here, whose forward is an error then.
+    there = {index: model.tensors(index) for index in held}
+    there = {i: own for i, own in there.items() if not any(t.is_meta for t in own.values())}
+    # One number a layer travels; numbers of single tensors only where layers differ.
+    own = {str(index): fingerprint(tensors.values()) for index, tensors in there.items()}
+    sublayer = _first_differing(gather_json(own, group=world.group))
+    if sublayer is None:
+        return
+    index = int(sublayer)
+    own = {name: fingerprint([tensor]) for name, tensor in there.get(index, {}).items()}
+    found = gather_json(own, group=world.group)
+    name = _first_differing(found)
+    assert name is not None
+    holders = {rank: one[name] for rank, one in enumerate(found) if name in one}
+    first = min(holders)
+    others = [rank for rank, value in holders.items() if value != holders[first]]
+    raise ValueError(
+        f"{name!r} of sublayer {model.sublayers[index].name!r} has other values on "
+        f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} than on rank {first}: it "
+        "was changed on some of the ranks alone, and their replicas have drifted apart; write "
+        "weights on every rank alike"
+    )
+
+
+def _first_differing(found: Sequence[Mapping[str, int]]) -> str | None:
+    """Return the first name under which ranks have different numbers, among those that have it."""
+    seen: dict[str, int] = {}
+    for one in found:
+        for name, number in one.items():
+            if seen.setdefault(name, number) != number:
+                return name
+    return None

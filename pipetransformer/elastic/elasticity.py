@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -71,9 +72,9 @@ class Change:
         seconds: deciding and carrying out.
         predicted_s: what carrying out was predicted to take.
         bytes_moved: what all ranks received.
-        step_before_s: what steps took of late, in the long run; None where that is not known.
-        sureness: how sure a new plan is, on rank 0; "" where nothing was planned.
-        context: what the policy has seen, on rank 0; None where it was not asked.
+        step_before_s: a recent step's seconds in the long run; None if not known.
+        sureness: how sure a new plan is, on rank 0; "" if nothing was planned.
+        context: what the policy has seen, on rank 0; None if it was not asked.
         look_s: seconds of a forward of the probe batch.
         observe_s: seconds of reading all signals, a look included.
     """
@@ -93,12 +94,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Review:
-    """Say when another pipeline is compared with the one that was left for it.
+    """Say when a new pipeline is compared with the pipeline before it.
 
     Args:
-        step: the step before which that is done.
-        left: the pipeline that was left.
-        was_measured: whether it is known what its steps took.
+        step: the step before which they are compared.
+        left: the pipeline before.
+        was_measured: whether its steps were watched for long enough.
     """
 
     step: int
@@ -107,7 +108,7 @@ class Review:
 
     @staticmethod
     def of(before: Decision | None, decision: Decision, *, was_measured: bool) -> Review | None:
-        """Return when a decision is reviewed; None where it has brought no other K or M."""
+        """Return when a decision is reviewed; None if K and M stayed."""
         plans = (before or decision).plan, decision.plan
         if len({(plan.length, plan.num_micro_batches) for plan in plans}) == 1:
             return None
@@ -214,24 +215,30 @@ class Elasticity:
         Raises:
             RuntimeError: the policy or the planner failed; rank 0 raises its very error.
         """
-        current, step = self.decision, self.timeline.position.step
-        if current is None or self.timeline.decision_due(current.step):
-            self._calibrate()
-            return self._decide(metrics, evaluated_at)
-        if self.review_step == step:
-            clock = self.clock()
-            change = self._carry_out(lambda: self._choose_after_review(clock))
-            self._review = None  # A plan that was gone back to is not reviewed itself.
-            return change
-        return None
+        current, step, probe = self.decision, self.timeline.position.step, self._observing.probe
+        if current is not None and not self.timeline.decision_due(current.step):
+            return self._review_plan() if self.review_step == step else None
+        self._calibrate()
+        start = time.perf_counter()
+        observed = self._observing.collect(self.deployment.stage, step)
+        observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
+        observe_s, look_s = time.perf_counter() - start, observed.look_s
+        # Here and not on rank 0 alone: a user's schedule that raises must raise on every rank.
+        clock, told = self.clock(), dict[str, Any]()
+        start = time.perf_counter()
+        decision = self._publish(clock.step, partial(self._choose, clock, observed, told))
+        change = self._carry_out(decision, start)
+        if probe is not None and current is None:
+            # A look needs a stage. Later looks are compared with this first one.
+            look_s = probe.look(self.deployment.active_stage, step)[1]
+            observe_s += look_s
+        return replace(change, **told, look_s=look_s, observe_s=observe_s)
 
     def replan(self) -> None:
-        """Plan what is frozen now anew, for a world of another size. Collective.
+        """Plan again for a world of another size, with the same frozen layers. Collective.
 
-        It is no decision and not journaled: the one recorded for the coming step is still to be
-        replayed.
+        This is not journaled: a decision recorded for the coming step is still to be replayed.
         """
-
         current, clock = self._current, self.clock()
 
         def plan() -> Decision:
@@ -241,16 +248,16 @@ class Elasticity:
         self.decision = self._publish(None, plan)
 
     def look_back(self) -> None:
-        """Look at what became of the layers, where looks are taken. Collective."""
+        """Take a last look at the layers, if the run probes them. Collective."""
         if self._observing.probe is not None:
             self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
 
     def note_step(self, result: StepResult, learning_rate: float) -> float | None:
-        """Watch what steps take; return that once for every plan, when it is known."""
+        """Watch a step; return once for every plan what its steps take, in seconds."""
         self._has_just_measured = False
         self._observing.note_step(result.loss, learning_rate)
         decision = self._current
-        step = steady_step(
+        seconds, fetch_s = steady_step(
             result.breakdown,
             result.stats,
             decision.plan,
@@ -258,8 +265,9 @@ class Elasticity:
             has_workers=self._task.config.num_workers > 0,
             on_cpu=self._world.device.type == "cpu",
         )
-        known = self._pace.note(step, result.breakdown["compute"])
-        return self._pace.median_s if known else None
+        computed_s = result.breakdown["compute"]
+        is_known_now = self._pace.note(seconds, fetch_s=fetch_s, computed_s=computed_s)
+        return self._pace.median_s if is_known_now else None
 
     def close(self) -> None:
         """Close the journal, and let go of the probe's samples."""
@@ -290,7 +298,7 @@ class Elasticity:
         self.planner.load_state_dict(decided["planner"])
         self._observing.load_state_dict(state["observing"])
         if self._observing.probe is not None:
-            self._observing.probe.take_up(self.timeline.position.step)
+            self._observing.probe.resume(self.timeline.position.step)
         if (review := state.get("review")) is not None:
             self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
 
@@ -306,34 +314,6 @@ class Elasticity:
             self.planner.calibrate(
                 self.clock(), self.decision, measured_s=measured_s, computed_s=computed_s
             )
-
-    def _decide(self, metrics: Mapping[str, float], evaluated_at: int | None) -> Change:
-        """Decide on what was observed since the last decision. Collective."""
-        start = time.perf_counter()
-        step, probe = self.timeline.position.step, self._observing.probe
-        observed = self._observing.collect(self.deployment.stage, step)
-        observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
-        observe_s, look_s = time.perf_counter() - start, observed.looked.seconds
-        is_first = self.deployment.stage is None
-        # Here, as a schedule of the user's that raises does so on every rank.
-        clock = self.clock()
-        context: FreezeContext | None = None
-        sureness = ""
-
-        def choose() -> Decision:  # On rank 0 alone.
-            nonlocal context, sureness
-            context = self._context(clock, observed)
-            made, sureness = self._choose(clock, context)
-            return made
-
-        change = self._carry_out(choose)
-        if probe is not None and is_first:
-            # What layers are to be compared with.
-            look_s = probe.look(self.deployment.active_stage, step).seconds
-            observe_s += look_s
-        return replace(
-            change, sureness=sureness, context=context, look_s=look_s, observe_s=observe_s
-        )
 
     def _context(self, clock: Clock, observed: Observed) -> FreezeContext:
         """Return what the policy sees."""
@@ -354,20 +334,33 @@ class Elasticity:
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
 
-    def _choose(self, clock: Clock, context: FreezeContext) -> tuple[Decision, str]:
-        """Ask the policy, then the planner; return how sure a new plan is, too. On rank 0."""
-        before = self.decision
-        # On a replay too: the policy's state must go on.
-        freeze = checked_decision(self._policy, context)
+    def _choose(self, clock: Clock, observed: Observed, told: dict[str, Any]) -> Decision:
+        """Ask the policy, then the planner. On rank 0.
+
+        Args:
+            told: receives the context, and how sure a new plan is, for the records.
+        """
+        before, told["context"] = self.decision, self._context(clock, observed)
+        # A replay asks too, as the policy's own state must go on.
+        freeze = checked_decision(self._policy, told["context"])
         recorded, fits = self._recorded(clock.step)
         if recorded is not None and fits:
-            return recorded, ""
+            return recorded
         # Another world needs another pipeline, but what was frozen must stay what it was.
         held = recorded or freeze
         plan, use_cache = self.planner.plan(clock, held.num_frozen, before, held.resting)
         made = Decision(clock.step, held.num_frozen, plan, use_cache, held.reason, held.resting)
-        is_new = made.changes(before)
-        return made, self.planner.sureness(clock, before, made) if is_new else ""
+        if made.changes(before):
+            told["sureness"] = self.planner.how_sure(clock, before, made)
+        return made
+
+    def _review_plan(self) -> Change:
+        """Compare a new plan's first steps with the plan before, and choose. Collective."""
+        clock, start = self.clock(), time.perf_counter()
+        decision = self._publish(clock.step, partial(self._choose_after_review, clock))
+        change = self._carry_out(decision, start)
+        self._review = None  # A plan that was gone back to is not reviewed itself.
+        return change
 
     def _choose_after_review(self, clock: Clock) -> Decision:
         """Keep a new plan after its first steps, or go back to the one before. On rank 0."""
@@ -382,7 +375,7 @@ class Elasticity:
             return kept
         left = review.left
         back = self.planner.same_stages(clock, current, left)
-        # Told apart from a machine that became slower by how soon the one followed the other.
+        # A machine that became slower would look alike, but seldom right after a transition.
         slower = measured_s / max(current.plan.predicted_step_s, 1e-9)
         self.planner.calibration.correct(current.plan, slower)
         kept = replace(kept, plan=current.plan.lengthened(slower))
@@ -410,8 +403,13 @@ class Elasticity:
             try:
                 answer = {"decision": make().to_json()}
                 if self._journal is not None and step is not None:
-                    self._journal.append({"step": step, **self._journaled_with(), **answer})
+                    described: dict[str, Any] = {"world": plan_shape(self._task, self._world)}
+                    # Decisions alone do not tell a replay that the policy also sets rates.
+                    if sets_rates(self._policy, self._task.model.num_layers):
+                        described["sets_rates"] = True
+                    self._journal.append({"step": step, **described, **answer})
             except Exception as error:
+                # The others wait in this broadcast, and would wait on if rank 0 just raised.
                 by_policy = str(error) if isinstance(error, PolicyError) else ""
                 told = {"error": repr(error), "by_policy": by_policy}
                 broadcast_json(told, group=self._world.group)
@@ -423,24 +421,18 @@ class Elasticity:
             raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
         return Decision.from_json(answer["decision"])
 
-    def _journaled_with(self) -> dict[str, Any]:
-        """Return what a replay must know beside a decision."""
-        described: dict[str, Any] = {"world": plan_shape(self._task, self._world)}
-        if sets_rates(self._policy, self._task.model.num_layers):
-            described["sets_rates"] = True  # Which decisions alone do not tell.
-        return described
+    def _carry_out(self, decision: Decision, start: float) -> Change:
+        """Do on all ranks what a decision says, and learn what that took. Collective.
 
-    def _carry_out(self, choose: Callable[[], Decision]) -> Change:
-        """Have rank 0 choose, and all ranks do what it says. Collective."""
+        Args:
+            start: when choosing began, by `time.perf_counter`.
+        """
         before, step_before_s = self.decision, self._pace.median_s
-        start = time.perf_counter()
-        decision = self._publish(self.timeline.position.step, choose)
-        predicted_s = self.planner.predict_transition_s(
-            before.plan if before else None, decision.plan
-        )
+        before_plan = before.plan if before else None
+        predicted_s = self.planner.predict_transition_s(before_plan, decision.plan)
         is_transition, moved = decision.changes(before), 0
         if is_transition:
-            # The transition ends when its last rank is done.
+            # Gathering is also the barrier: the transition ends when its last rank is done.
             moved = sum(gather_json(self.deployment.change(decision), group=self._world.group))
         seconds = time.perf_counter() - start
         if is_transition and before is not None:
@@ -456,7 +448,7 @@ class Elasticity:
     def _memory_limit_bytes(self) -> int | None:
         """Return what plans may take on the fullest GPU, or what the user says. Collective."""
         wanted, device = self._task.config.memory_limit_bytes, self._world.device
-        # A user's limit is taken as it is, without a margin, up to what there is.
+        # A user's limit has no margin, as `plannable_bytes` has: it is obeyed up to what is free.
         free = plannable_bytes(device) if wanted is None else free_bytes(device)
         return tightest((wanted, *gather_json(free, group=self._world.group)))
 

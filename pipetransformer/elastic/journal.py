@@ -7,10 +7,10 @@ and "check" is a hash of the rest.
     {"step": 400, "num_frozen": 7, "length": 1, "check": "b0..."}    a bit has flipped: dropped
     {"step": 600, "num_fro                                           killed here: never executed
 
-A resume from the checkpoint of step s takes the decisions of steps >= s from here: a policy that
-looks at clocks, or a planner with new measurements, might choose differently. A decision whose
-line is damaged is taken anew, saying so. Once one is taken anew, those of later steps, which lie
-before it in the file, are no more: they were made for another course of the run.
+A resume from the checkpoint of step s replays the decisions of steps >= s: a policy that looks at
+clocks, or a planner with new measurements, might choose differently. A decision whose line is
+damaged is made again, with a warning. It voids decisions of later steps that stand before it: they
+belong to another course of the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Look at every layer's outputs for one fixed batch, and compare them with those at the start.
+"""Gather at a decision what the run has shown since the last one.
 
-Gather, at a decision, what was measured since the last one.
+Signals of gradients and weights come from the stages. A probe also compares every layer's outputs
+for one fixed batch with those at the start.
 """
 
 from __future__ import annotations
@@ -34,12 +35,8 @@ Grams = dict[int, Tensor]
 """Inner products of the samples' outputs, (n, n) float64, by layer."""
 
 
-@dataclass(frozen=True)
-class Looked:
-    """Hold what a look showed, signals by name for each layer, and what it took."""
-
-    values: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    seconds: float = 0.0
+Probed = Mapping[int, Mapping[str, float]]
+"""Signals by name, by layer."""
 
 
 @final
@@ -61,8 +58,8 @@ class Probe:
         self._first: Grams = {}
         self._last: Grams = {}
 
-    def take_up(self, step: int) -> None:
-        """Continue a run from a step on: what its looks before have shown counts."""
+    def resume(self, step: int) -> None:
+        """Continue a run from a step on, with the looks that it has taken before."""
         if self._folder is None or not self._world.is_main:
             return
         looks = read_looks(self._folder)
@@ -77,33 +74,37 @@ class Probe:
                 self._folder,
             )
 
-    def look(self, stage: Stage, step: int) -> Looked:
-        """Return how layers differ from those of the first look, on rank 0. Collective."""
+    def look(self, stage: Stage, step: int) -> tuple[Probed, float]:
+        """Compare layers with those of the first look; return that and its seconds. Collective.
+
+        On other ranks than 0 both are empty.
+        """
         start = time.perf_counter()
         self._feed.follow_prefix()
         grams = stage.look(self._ids, self._feed.rows(0, is_last=True))
         told = grams if stage.speaks_for_stage else {}
+        # JSON spells float64 so that it is read back bit by bit.
         own = {str(layer): gram.tolist() for layer, gram in told.items()}
         gathered = gather_json(own, group=self._world.group)
         seconds = time.perf_counter() - start
         if not self._world.is_main:
-            return Looked()
+            return {}, 0.0
         now = {
             int(layer): torch.tensor(rows, dtype=torch.float64)
             for one in gathered
             for layer, rows in one.items()
         }
-        # Below them all is frozen, and gives what it gave.
+        # Frozen layers are not looked at: below them all is fixed, and so are their outputs.
         self._last = {**self._last, **now}
         self._keep(step)
-        return Looked({layer: self._compare(layer, gram) for layer, gram in now.items()}, seconds)
+        return {layer: self._compare(layer, gram) for layer, gram in now.items()}, seconds
 
     def close(self) -> None:
         self._feed.close()
 
     def _compare(self, layer: int, now: Tensor) -> dict[str, float]:
         first = self._first.setdefault(layer, now)
-        if first is now:  # At the start, or thawed since: there is nothing to compare it with.
+        if first is now:  # At the start, or thawed since: it would be compared with itself.
             return {}
         values = {
             "probe_cka": linear_cka(now, first),
@@ -122,10 +123,7 @@ class Probe:
 
 
 def read_looks(folder: Path) -> dict[int, Grams]:
-    """Return the looks that a run's folder of them holds, by step, in order.
-
-    One that is not as it was written is left out, with a warning.
-    """
+    """Return the looks in a folder by step, in order; leave damaged ones out, with a warning."""
     looks = {}
     for path in sorted(folder.glob("step-*.safetensors")):
         try:
@@ -143,11 +141,13 @@ class Observed:
 
     Args:
         measured: on gradients and weights; see `IntervalSignals.measured`.
+        probed, look_s: what a look showed, and its seconds.
         loss, loss_slope, mean_learning_rate, metrics, evaluated_at: see `FreezeContext`.
     """
 
     measured: Mapping[str, Any] = field(default_factory=dict)
-    looked: Looked = field(default_factory=Looked)
+    probed: Probed = field(default_factory=dict)
+    look_s: float = 0.0
     loss: float | None = None
     loss_slope: float | None = None
     mean_learning_rate: float | None = None
@@ -157,15 +157,15 @@ class Observed:
     def layers(
         self, task: Task, num_frozen: int, resting: Collection[int]
     ) -> tuple[LayerStats, ...]:
-        """Return it layer by layer; of those that are frozen, or rest, there is nothing to say."""
+        """Return the statistics of every layer; a frozen or resting one has a size alone."""
         model = task.model
         layer_of = {sublayer.name: sublayer.layer for sublayer in model.sublayers}
         values = layer_values(self.measured, layer_of, model.num_layers)
-        sizes = [0] * (model.num_layers + 1)
+        sizes = [0] * (model.num_layers + 1)  # The last is the head's, which no policy sees.
         for index, sublayer in enumerate(model.sublayers):
             own = trained_parameters(task, (index,))
             sizes[sublayer.layer] += sum(parameter.numel() for parameter in own.values())
-        probed = {index: _finite(one) for index, one in self.looked.values.items()}
+        probed = {index: _finite(one) for index, one in self.probed.items()}
 
         def trains(index: int) -> bool:
             return index >= num_frozen and index not in resting
@@ -199,15 +199,15 @@ class Observing:
         self._rates.add(learning_rate)
 
     def collect(self, stage: Stage | None, step: int) -> Observed:
-        """Return what was seen since the last call, on rank 0, and begin anew. Collective."""
+        """Return what was seen since the last call, on rank 0, and start over. Collective."""
         if stage is None:
             return Observed()
         parts = gather_json(stage.signals.measured(), group=self._world.group)
         measured = IntervalSignals.joined(parts)
         stage.signals.reset()
-        looked = Looked() if self.probe is None else self.probe.look(stage, step)
+        probed, look_s = ({}, 0.0) if self.probe is None else self.probe.look(stage, step)
         losses, rates = self._losses, self._rates
-        observed = Observed(measured, looked, losses.mean, losses.slope, rates.mean)
+        observed = Observed(measured, probed, look_s, losses.mean, losses.slope, rates.mean)
         losses.reset()
         rates.reset()
         return observed

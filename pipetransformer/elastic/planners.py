@@ -1,4 +1,7 @@
-"""Ask for a pipeline, and choose it: the fastest, unless going there costs more than it saves."""
+"""Choose a pipeline: by the fastest step, by the published rules, or as PipeDream does.
+
+A planner is a function of a `PlanSituation`: one of ours by name, or a user's own.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +80,9 @@ def complete_request(
 
     Args:
         request: states the prefix's chunk.
-        rows: how cached activations are read and written; None where they are not cached. They
-            are where what reading saves until the end exceeds what writing takes.
-        reads_a_row: how often a row will be read once it has been computed and written.
+        rows: how cached activations are read and written; None without a cache. The prefix is
+            cached if reading saves more until the end than writing takes.
+        reads_a_row: how often a written row will be read.
     """
     cached_s = None
     if rows is not None and profile.first_active(request.num_frozen):
@@ -100,9 +103,9 @@ def complete_request(
 
 
 def _least_active_s(request: PlanRequest, profile: Profile) -> float:
-    """Return a stage's mean seconds a sample in the longest pipeline there may be.
+    """Return a stage's mean seconds a sample in the longest pipeline that is allowed.
 
-    Whatever is planned, steps are as long at least, as the slowest stage takes no less.
+    It bounds the time a sample of every plan from below, as the slowest stage takes no less.
     """
     chunk = request.prefix_chunk or 1
     active = range(profile.first_active(request.num_frozen), len(profile.sublayers))
@@ -118,13 +121,16 @@ def sureness(
     *,
     current: PipelinePlan | None = None,
 ) -> str:
-    """Say how sure a choice is; "" where nothing was timed repeatedly.
+    """Say how far a plan's step time is known, and which plans are as good.
+
+    Returns:
+        one line; "" where nothing was timed repeatedly.
 
     Args:
         range_s: the taken plan's `step_range`.
-        near: of `near_fastest`, where the plan was chosen by it.
-        taken: the plan.
-        current: what held before it.
+        near: from `near_fastest`, if the plan was chosen by it.
+        taken: the chosen plan.
+        current: the plan before it.
     """
     low_s, high_s = range_s
     if low_s == high_s:
@@ -151,11 +157,11 @@ def _ms(seconds: float) -> str:
 
 
 def fastest_plan(situation: PlanSituation) -> PipelinePlan:
-    """Return the plan with which the rest of the run, the way there included, takes least time.
+    """Return the plan with which the rest of the run takes least time, a transition included.
 
-    Another one is taken only where what it saves until the end exceeds the transition's cost, and
-    by more than noise in the measurements can fake. At the start, and where the current stages no
-    longer fit, the fastest plan is taken.
+    Another plan must save more until the end than the transition costs, and more than noise in the
+    measurements can fake. At the start, and if the current stages no longer fit, the fastest plan
+    wins.
 
     Raises:
         ValueError: nothing fits the memory limit.
@@ -163,11 +169,11 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     plans, current = fastest_by_length(situation), situation.current
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
-    # A single stage stays what it is with as few micro-batches as fit by now.
+    # A single stage stays what it is with any number of micro-batches, so take the best.
     stay = plans[1] if current.length == 1 else same_stages(situation, current)
 
     def remaining_s(plan: PipelinePlan) -> float:
-        # Steps are counted at the current batch, which with scale_batch is not the other plan's.
+        # Steps are counted at the current batch; with scale_batch another plan's batch differs.
         share = _growth(situation, current.length) / _growth(situation, plan.length)
         stays = stay is not None and plan.boundaries == stay.boundaries
         going_s = 0.0 if stays else situation.transition_s(plan)
@@ -182,7 +188,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
 
 
 def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
-    """Predict the current stages, less what is frozen by now; None where they no longer fit."""
+    """Predict the current stages without the frozen layers; None if they no longer fit."""
     request, profile = of_length(situation, current.length), situation.profile
     first_active = profile.first_active(request.num_frozen)
     boundaries = (first_active, *current.boundaries[1:])
@@ -219,7 +225,9 @@ def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
 
 
 def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
-    """Return the fastest plan of every length that fits; of those with spares only if need be.
+    """Return the fastest plan of every length that fits.
+
+    Lengths that leave ranks idle are tried only if no other fits.
 
     Raises:
         ValueError: nothing fits the memory limit.
@@ -233,11 +241,11 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
                 plan = plan_pipeline(situation.profile, of_length(situation, length))
                 plans[length] = plan.lengthened(situation.correction(plan))
             except ValueError as error:
-                # Not the error: its frames hold the world's group, and themselves.
+                # Not the error itself: its frames would keep the world's group alive.
                 refusals.append(str(error))
         if plans:
             return plans
-    # What the longest of the lengths that use all slots lacks says most.
+    # Of pipelines over all slots the longest has fewest layers a slot: what it lacks says most.
     raise ValueError(refusals[len(choices[0]) - 1])
 
 
@@ -273,7 +281,7 @@ def published_plan(situation: PlanSituation) -> PipelinePlan:
 def _planned_as_published(situation: PlanSituation) -> PipelinePlan:
     request, profile = situation.request, situation.profile
     if situation.scale_batch:
-        # A batch of which every replica has a sample: on more than that, K does not depend.
+        # Each replica must have a sample; beyond that K does not depend on the batch.
         ample = replace(request, global_batch=request.global_batch * request.num_ranks)
         request = of_length(situation, published_length(profile, ample))
     return plan_as_published(profile, request)
@@ -282,8 +290,8 @@ def _planned_as_published(situation: PlanSituation) -> PipelinePlan:
 def pipedream_plan(situation: PlanSituation) -> PipelinePlan:
     """Plan by PipeDream's optimizer, for the stages' workers that it chose at the start.
 
-    The stages stay while each has something to train; then they are cut anew for these workers, or
-    all become replicas of one, as the request's length says.
+    The stages stay while each has something to train. Then they are cut again for these workers,
+    or all ranks become replicas of one stage, as the request's length says.
 
     Raises:
         ValueError: the optimizer's pipeline does not fit the memory limit, or the batch.

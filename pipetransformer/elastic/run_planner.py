@@ -1,4 +1,4 @@
-"""Plan a run's pipeline with what is known of costs by now."""
+"""Ask a run's planner for pipelines, with the costs as they are known by now."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def row_rates(
     """Return how fast rows of the cache are read and written.
 
     Args:
-        device: on which is trained.
-        rows_lie_on: where they will be. In a GPU's own memory they are copied within it, either
-            way, and nobody needs to read them ahead.
+        device: trains.
+        rows_lie_on: will hold the rows. Rows in a GPU's own memory are not read ahead.
     """
     on_device = measured.cache_device_bytes_per_s
     if rows_lie_on.type == "cuda" and on_device is not None:
         return RowRates(on_device, on_device)
     read = measured.cache_bytes_per_s
-    # What an older version measured holds no other rate: writing took as long as reading there.
+    # An older version's checkpoint has one rate for both.
     write = measured.cache_write_bytes_per_s or read
     return RowRates(read, write, reads_ahead=device.type == "cuda")
 
@@ -54,7 +53,7 @@ def row_rates(
 def _schedules(config: TrainConfig) -> tuple[str, ...]:
     """Return the schedules that a run may have, the preferred one first."""
     if config.weight_versions is not None:
-        return ("1f1b",)  # Asynchronous; see `UnflushedStage`.
+        return ("1f1b",)  # Asynchronous; see `AsynchronousStage`.
     return (config.schedule,) if config.schedule else PlanRequest.schedules
 
 
@@ -83,9 +82,9 @@ class RunPlanner:
         self._transition_cost = TransitionCost(world)
 
     def choose_workers(self, clock: Clock) -> None:
-        """Let PipeDream's optimizer say each stage's workers, where it plans. Collective.
+        """Let PipeDream's optimizer choose each stage's workers for the whole run. Collective.
 
-        They are the run's from then on, whatever freezes.
+        Other planners choose none.
 
         Raises:
             ValueError: no pipeline of its fits, on rank 0; see `agree`.
@@ -99,6 +98,8 @@ class RunPlanner:
             return [stage.replicas for stage in stages]
 
         workers = told_by_rank_0(choose, group=self._world.group)
+        # Set this late, as the optimizer needs costs, and measuring them needs the world. No group
+        # is open that another topology had asked for: see `Deployment.__init__`.
         self._world.stage_workers = tuple(workers) if len(workers) > 1 else None
 
     def plan(
@@ -112,35 +113,29 @@ class RunPlanner:
 
         Args:
             clock: of the coming step.
-            num_frozen: frozen layers.
-            current: what holds so far.
-            resting: layers above them whose weights do not train.
+            current: the decision in force.
+            resting: layers above the frozen ones whose weights do not train.
         Raises:
-            ValueError: no pipeline is possible, or a user's planner returns one that is not.
+            ValueError: no pipeline is possible, or a user's planner returns an impossible one.
         """
         situation = self._situation(clock, num_frozen, current, resting)
         plan = planner_of(self._task.config.plan)(situation)
         self._check(plan, situation)
         return plan, situation.request.prefix_cached_s is not None
 
-    def sureness(self, clock: Clock, current: Decision | None, decision: Decision) -> str:
-        """Say how sure the plan of a decision is, as `planning.sureness`; "" where none is chosen.
-
-        Args:
-            clock: of the coming step.
-            current: what held before.
-            decision: what holds from that step on.
-        """
+    def how_sure(self, clock: Clock, current: Decision | None, decision: Decision) -> str:
+        """Return the `sureness` of a decision's plan; "" where there was no choice of ours."""
         plan, config = decision.plan, self._task.config
         if self._world.size == 1 or callable(config.plan):
             return ""
         situation = self._situation(clock, decision.num_frozen, current, decision.resting)
         low_s, high_s = step_range(situation.profile, of_length(situation, plan.length), plan)
         taught, near = situation.correction(plan), []
-        # Published rules know no spread, and batches that grow are compared by the sample.
+        # `near_fastest` compares steps: published rules know no spread, and batches that grow are
+        # compared by the sample.
         if config.plan == "fastest" and not situation.scale_batch:
             near = near_fastest(situation.profile, situation.request)
-            # Of plans that were tried, more is known.
+            # A plan that was tried has a correction, which the spread of the probes ignores.
             near = [one for one in near if situation.correction(one) == 1]
         range_s = taught * low_s, taught * high_s
         return sureness(range_s, near, plan, current=situation.current)
@@ -159,19 +154,19 @@ class RunPlanner:
 
         Args:
             clock: of the coming step.
-            current: what holds.
-            measured_s: what its steps take, without fetching samples.
+            current: the decision in force.
+            measured_s: seconds of its steps, without fetching samples.
             computed_s: in how many of these seconds this rank computed.
         """
         if self._world.device.type != "cpu":
-            computed_s = 0.0  # It is the time to launch, which tells nothing of a device's speed.
+            computed_s = 0.0  # On a GPU it is the time to launch, which tells nothing of speed.
         all_computed_s = gather_json(computed_s, group=self._world.group)
         self.calibration.compare_ranks(all_computed_s, self._expected_s(clock, current))
         predicted = self.same_stages(clock, current, current.plan) or current.plan
         self.calibration.compare_steps(predicted, measured_s)
 
     def use(self, measurements: Measurements) -> None:
-        """Start over with what was measured anew."""
+        """Plan with new measurements, and forget what live steps taught about the old ones."""
         self.measurements, self.calibration = measurements, Calibration()
 
     def note_transition(self, before: PipelinePlan, after: PipelinePlan, seconds: float) -> None:
@@ -215,7 +210,7 @@ class RunPlanner:
         )
 
     def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
-        """Return what each rank is expected to compute in a step; 0 for one that waits."""
+        """Return each rank's expected seconds of computing in a step; 0 for a spare."""
         plan, config = current.plan, self._task.config
         situation = self._situation(clock, current.num_frozen, current, current.resting)
         stages = stage_compute_s(situation.profile, of_length(situation, plan.length), plan)
@@ -227,8 +222,10 @@ class RunPlanner:
             if topology.is_spare(rank):
                 expected.append(0.0)
                 continue
+            # The prediction is of the largest replica, which is the first; others have less to do.
             stage, share = topology.stage_of(rank), slices[topology.replica_of(rank)] / slices[0]
             count = topology.workers[stage]
+            # A stage's workers take the micro-batches in turn, some perhaps one more than others.
             own = len(range(topology.worker_of(rank), plan.num_micro_batches, count))
             expected.append(stages[stage] * share * own * count / plan.num_micro_batches)
         return expected
@@ -285,7 +282,7 @@ class RunPlanner:
     def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
         """Return how often a sample comes again in the run, after it was computed and stored."""
         if current is not None and current.use_cache:
-            return math.inf  # What is stored by now serves deeper layers, too.
+            return math.inf  # Rows that are stored already serve deeper prefixes, too.
         fill_steps = clock.steps_per_epoch * (self._task.config.cache_views or 1)
         return max(0.0, (clock.max_steps - clock.step) / fill_steps - 1)
 

@@ -1,13 +1,10 @@
-"""Keep what a rank holds: the weights in its model, and optimizer state that no optimizer has.
-
-The tensors of signals whose interval has not ended travel and are saved as optimizer state.
-
-Say which ranks hold which sublayer's weights and optimizer state under a plan.
+"""Say which ranks hold which sublayer's weights and optimizer state, and keep this rank's.
 
 The unit that is owned, moved and saved is the sublayer. Its owner is the lowest rank that holds
 it. A trained sublayer lives, with its optimizer state, on every rank of its stage. A frozen one
-lives on every stage 0, which runs the frozen prefix; its optimizer state waits for a thaw at the
-owner alone, which is rank 0.
+lives on every stage 0, which runs the frozen prefix; its optimizer state waits at rank 0 alone.
+
+Signals of an unfinished interval travel, and are saved, as optimizer state.
 """
 
 from __future__ import annotations
@@ -24,118 +21,6 @@ from torch.optim import Optimizer
 from autodp import Holders, Shard, ShardStore, Topology
 from freeze.signals import IntervalSignals, is_signal_tensor
 from pipetransformer.model import Task, put_state, take_state, trained_parameters
-
-
-@final
-class HeldShards(ShardStore):
-    """Read, place and drop this rank's shards.
-
-    The state of an optimizer is in `states` from when a stage is left until the next one takes it
-    over, and in host memory for as long as its sublayer is frozen. Weights that arrive go to
-    `weights_device`.
-    """
-
-    def __init__(self, task: Task, rank: int, device: torch.device) -> None:
-        self._task = task
-        self._model = task.model
-        self._rank = rank
-        self._device = device
-        self._index_of = {sublayer.name: i for i, sublayer in enumerate(task.model.sublayers)}
-        self.weights_device = device
-        self._parked: Collection[int] = ()
-        self._optimizer: Optimizer | None = None
-        self._signals: IntervalSignals | None = None
-        self._trained = range(0)
-        self.states: dict[str, Shard] = {}
-
-    def read(self, shard: str) -> Shard:
-        sublayer, kind = split_shard_name(shard)
-        index = self._index_of[sublayer]
-        if kind == OPTIMIZER:
-            if index in self._trained:
-                return self._take(index)
-            return dict(self.states.get(sublayer, {}))
-        return {name: tensor.detach() for name, tensor in self._model.tensors(index).items()}
-
-    def put(self, shard: str, tensors: Shard) -> None:
-        sublayer, kind = split_shard_name(shard)
-        index = self._index_of[sublayer]
-        if kind == WEIGHTS:
-            self._model.replace(index, {k: t.to(self.weights_device) for k, t in tensors.items()})
-            return
-        if index in self._parked:
-            tensors = _in_host_memory(tensors)
-        self.states.setdefault(sublayer, {}).update(tensors)
-
-    def drop(self, shard: str, names: Sequence[str]) -> None:
-        sublayer, kind = split_shard_name(shard)
-        if kind == WEIGHTS:
-            self._model.replace(self._index_of[sublayer], dict.fromkeys(names))
-            return
-        state = self.states.get(sublayer, {})
-        for name in names:
-            del state[name]
-        if not state:
-            self.states.pop(sublayer, None)
-
-    def release_others(self, holders: Holders) -> None:
-        """Free the weights that are no shards of this rank: initial or gathered ones."""
-        for name, index in self._index_of.items():
-            if self._rank not in holders[shard_name(name, WEIGHTS)]:
-                if not all(tensor.is_meta for tensor in self._model.tensors(index).values()):
-                    self._model.release(index)
-
-    def settle(self, indices: Collection[int]) -> None:
-        """Bring the weights of sublayers that this rank held from the start to its device."""
-        for index in indices:
-            elsewhere = {
-                name: tensor.to(self._device)
-                for name, tensor in self._model.tensors(index).items()
-                if tensor.device != self._device
-            }
-            if elsewhere:
-                self._model.replace(index, elsewhere)
-
-    def park(self, indices: Collection[int]) -> None:
-        """Keep the optimizer state of these sublayers in host memory from now on."""
-        self._parked = indices
-        for name, state in self.states.items():
-            if self._index_of[name] in indices:
-                self.states[name] = _in_host_memory(state)
-
-    def give_to(
-        self, optimizer: Optimizer | None, indices: range, signals: IntervalSignals
-    ) -> None:
-        """Hand the state of sublayers over to what trains and measures them from now on."""
-        for index in indices:
-            name = self._model.sublayers[index].name
-            state = self.states.pop(name, {})
-            signals.put_tensors(name, state)
-            if optimizer is not None:
-                own = {key: t for key, t in state.items() if not is_signal_tensor(key)}
-                put_state(optimizer, self._parameters(index), own)
-        self._optimizer, self._trained, self._signals = optimizer, indices, signals
-
-    def take_back(self) -> None:
-        """Keep the optimizer's state; the optimizer itself may go."""
-        for index in self._trained:
-            self.states[self._model.sublayers[index].name] = self._take(index)
-        self._optimizer, self._trained, self._signals = None, range(0), None
-
-    def _take(self, index: int) -> Shard:
-        """Return a trained sublayer's optimizer state, and its signals' tensors."""
-        state = take_state(self._optimizer, self._parameters(index))
-        if self._signals is None:
-            return state
-        return {**state, **self._signals.tensors(self._model.sublayers[index].name)}
-
-    def _parameters(self, index: int) -> dict[str, nn.Parameter]:
-        return trained_parameters(self._task, (index,))
-
-
-def _in_host_memory(tensors: Shard) -> Shard:
-    return {name: tensor.cpu() for name, tensor in tensors.items()}
-
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
@@ -191,6 +76,7 @@ class Ownership:
         """Return the ranks that hold each shard: a sublayer's weights, or its optimizer state."""
         holders: dict[str, frozenset[int]] = {}
         for index, name in enumerate(self.names):
+            # Boundaries begin at stage 0's first sublayer. The prefix below is stage 0's, too.
             stage = max(0, sum(index >= first for first in self.boundaries) - 1)
             ranks = frozenset(self.topology.stage_ranks(stage))
             holders[shard_name(name, WEIGHTS)] = ranks
@@ -212,3 +98,117 @@ def split_shard_name(shard: str) -> tuple[str, str]:
     """Return a shard's sublayer and kind."""
     sublayer, _, kind = shard.rpartition("/")
     return sublayer, kind
+
+
+@final
+class HeldShards(ShardStore):
+    """Read, place and drop this rank's shards.
+
+    Attributes:
+        states: optimizer state by sublayer, while no stage trains it; a frozen sublayer's is in
+            host memory.
+        weights_device: where arriving weights go.
+    """
+
+    def __init__(self, task: Task, rank: int, device: torch.device) -> None:
+        self._task = task
+        self._model = task.model
+        self._rank = rank
+        self._device = device
+        self._index_of = {sublayer.name: i for i, sublayer in enumerate(task.model.sublayers)}
+        self.weights_device = device
+        self._parked: Collection[int] = ()
+        self._optimizer: Optimizer | None = None
+        self._signals: IntervalSignals | None = None
+        self._trained = range(0)
+        self.states: dict[str, Shard] = {}
+
+    def read(self, shard: str) -> Shard:
+        sublayer, kind = split_shard_name(shard)
+        index = self._index_of[sublayer]
+        if kind == OPTIMIZER:
+            if index in self._trained:  # While it trains, the optimizer has the state.
+                return self._take(index)
+            return dict(self.states.get(sublayer, {}))
+        return {name: tensor.detach() for name, tensor in self._model.tensors(index).items()}
+
+    def put(self, shard: str, tensors: Shard) -> None:
+        sublayer, kind = split_shard_name(shard)
+        index = self._index_of[sublayer]
+        if kind == WEIGHTS:
+            self._model.replace(index, {k: t.to(self.weights_device) for k, t in tensors.items()})
+            return
+        if index in self._parked:
+            tensors = _in_host_memory(tensors)
+        # A shard travels in pieces: others of its tensors may be here already.
+        self.states.setdefault(sublayer, {}).update(tensors)
+
+    def drop(self, shard: str, names: Sequence[str]) -> None:
+        sublayer, kind = split_shard_name(shard)
+        if kind == WEIGHTS:
+            # None leaves a meta tensor, which takes no memory and keeps the name and the shape.
+            self._model.replace(self._index_of[sublayer], dict.fromkeys(names))
+            return
+        state = self.states.get(sublayer, {})
+        for name in names:
+            del state[name]
+        if not state:
+            self.states.pop(sublayer, None)
+
+    def release_others(self, holders: Holders) -> None:
+        """Free the weights that are no shards of this rank: initial or gathered ones."""
+        for name, index in self._index_of.items():
+            if self._rank not in holders[shard_name(name, WEIGHTS)]:
+                if not all(tensor.is_meta for tensor in self._model.tensors(index).values()):
+                    self._model.release(index)
+
+    def settle(self, indices: Collection[int]) -> None:
+        """Bring sublayers to this rank's device that were built, or gathered, elsewhere."""
+        for index in indices:
+            elsewhere = {
+                name: tensor.to(self._device)
+                for name, tensor in self._model.tensors(index).items()
+                if tensor.device != self._device
+            }
+            if elsewhere:
+                self._model.replace(index, elsewhere)
+
+    def park(self, indices: Collection[int]) -> None:
+        """Keep the optimizer state of these sublayers in host memory from now on."""
+        self._parked = indices
+        for name, state in self.states.items():
+            if self._index_of[name] in indices:
+                self.states[name] = _in_host_memory(state)
+
+    def give_to(
+        self, optimizer: Optimizer | None, indices: range, signals: IntervalSignals
+    ) -> None:
+        """Hand the state of sublayers over to the optimizer and the signals of a new stage."""
+        for index in indices:
+            name = self._model.sublayers[index].name
+            state = self.states.pop(name, {})
+            signals.put_tensors(name, state)
+            if optimizer is not None:
+                own = {key: t for key, t in state.items() if not is_signal_tensor(key)}
+                put_state(optimizer, self._parameters(index), own)
+        self._optimizer, self._trained, self._signals = optimizer, indices, signals
+
+    def take_back(self) -> None:
+        """Keep the state of the optimizer and the signals, which end with their stage."""
+        for index in self._trained:
+            self.states[self._model.sublayers[index].name] = self._take(index)
+        self._optimizer, self._trained, self._signals = None, range(0), None
+
+    def _take(self, index: int) -> Shard:
+        """Return a trained sublayer's optimizer state, and its signals' tensors."""
+        state = take_state(self._optimizer, self._parameters(index))
+        if self._signals is None:
+            return state
+        return {**state, **self._signals.tensors(self._model.sublayers[index].name)}
+
+    def _parameters(self, index: int) -> dict[str, nn.Parameter]:
+        return trained_parameters(self._task, (index,))
+
+
+def _in_host_memory(tensors: Shard) -> Shard:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -1,10 +1,11 @@
 """Give stage 0 its samples: read, collated, through the frozen prefix and the cache.
 
-timeline ─► coming_batches: which samples come
-samples ─► collation: one batch         workers: ahead of the steps
+timeline ─► coming_batches: which samples come next
+samples ─► collation: one batch         workers: read ahead of the steps
 sample_feed ─► stage 0
-  ├─ frozen_prefix, row_format, node_store: rows of the cache
-  └─ coming_fetches: what follows the one that is made
+  ├─ frozen_prefix: runs the frozen layers, and stamps them
+  ├─ row_format, held_targets, node_store: the cache's rows, and where they lie
+  └─ coming_fetches: which fetches come next
 """
 
 from pipetransformer.feed.collation import Batch, Collation

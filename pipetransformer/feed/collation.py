@@ -16,7 +16,7 @@ from pipetransformer.config import CollateFunction
 Batch = dict[str, Tensor]
 
 _LABELS = ("labels", "label", "label_ids")
-"""Names by which data sets call one and the same entry."""
+"""Data sets' names for the same entry."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,12 @@ class Collation:
 
     Args:
         names: entries the model knows; others are left out.
-        inputs: those of `names` that must be there.
+        inputs: those that must be there.
         targets: those that the loss takes.
-        needs_targets: whether they must be there, too.
-        function: makes a mapping, or a tuple in the order of inputs and targets, of a list of
-            items, as torch's and transformers' collate functions do; None stacks entries of equal
-            shapes.
-        drops_unknown: whether that function gets no entries that the model does not know.
+        needs_targets: whether these must be there, too.
+        function: makes a mapping, or a tuple of inputs and targets, of a list of items; None
+            stacks entries of equal shapes.
+        drops_unknown: whether the function gets only entries that the model knows.
     """
 
     names: tuple[str, ...]
@@ -43,7 +42,6 @@ class Collation:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Name the entries that must be there."""
         return (*self.inputs, *(self.targets if self.needs_targets else ()))
 
     def unused(self, item: Any) -> tuple[str, ...]:

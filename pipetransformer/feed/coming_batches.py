@@ -1,4 +1,4 @@
-"""Say whose samples the coming steps train on: those of one, of a stream, of the whole run."""
+"""Say which samples the coming steps train on."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class ComingStep:
 
     Args:
         ids: (B,) int64, the whole global batch.
-        step: position in the run.
-        learning_rate_factor: maps a layer, None for the head, to what its own learning rate is
-            multiplied by.
+        learning_rate_factor: of a layer, or of the head: None.
     """
 
     ids: Tensor
@@ -38,7 +36,7 @@ class ComingStep:
 
 
 class ComingBatches:
-    """Cut a data set's epochs into the global batches that follow where a run is."""
+    """Cut a data set's epochs into global batches, from where the run is."""
 
     def __init__(self, task: Task, dataset: SizedDataset, timeline: Timeline) -> None:
         config, num = task.config, len(dataset)
@@ -55,26 +53,27 @@ class ComingBatches:
         self._sampler, self._timeline = EpochSampler(num, order), timeline
 
     def next_two(self, replicas: int) -> tuple[ComingStep, Tensor | None]:
-        """Return the coming step, and the samples of the next where nothing comes between."""
+        """Return the coming step, and the next one's samples unless a pause comes before it."""
         timeline, position = self._timeline, self._timeline.position
         size = timeline.global_batch(replicas)
         ids = self._sampler.global_batch(position.epoch, position.sample, size)
         coming = ComingStep(ids, position.step, partial(timeline.learning_rate_factor, replicas))
         sample = position.sample + len(ids)
+        # Behind an epoch's end or a decision this rank may be given other samples.
         if sample >= timeline.num_samples or timeline.decision_follows():
             return coming, None
         return coming, self._sampler.global_batch(position.epoch, sample, size)
 
     def to_next_pause(self, replicas: int, review_step: int | None) -> list[ComingStep]:
-        """Return the steps up to the next pause, as far as their batches have one size.
+        """Return the steps up to the next pause whose batches have one size.
 
         Args:
-            replicas: how many pipelines train.
-            review_step: before which their plan is looked at once more.
+            review_step: a step before which the plan is reviewed, which is a pause, too.
         """
         ahead = self._timeline.ahead()
         steps: list[ComingStep] = []
         while len(steps) < _MOST_STEPS_A_STREAM:
+            # A copy for the step's learning rate, which is asked for when `ahead` has moved on.
             at, now = ahead.position, ahead.ahead()
             if steps and (ahead.pauses or at.step == review_step):
                 break
@@ -87,7 +86,7 @@ class ComingBatches:
 
     def to_the_end(self, replicas: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and the samples of the coming step and of all after it."""
-        # Read by a thread of its own, which is an epoch ahead.
+        # Another thread reads ahead, maybe in the next epoch, and a sampler holds one epoch alone.
         sampler, ahead = copy.copy(self._sampler), self._timeline.ahead()
         while not ahead.is_over:
             at = ahead.position
@@ -107,15 +106,14 @@ class ComingBatches:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what tells the samples of an epoch that goes on, as plain values."""
+        """Return a hash of the samples that the current epoch has trained on."""
         at = self._timeline.position
         if at.sample == 0:
             return {"seen": ""}
-        seen = self._sampler.global_batch(at.epoch, 0, at.sample)
-        return {"seen": _hash(seen)}
+        return {"seen": _hash(self._sampler.global_batch(at.epoch, 0, at.sample))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where an epoch would go on in another order, and miss samples."""
+        """Raise a ValueError if the epoch would go on in another order, and miss samples."""
         if state != self.state_dict():
             raise ValueError(
                 f"{self._timeline.position.sample} samples of the epoch were trained on in "

@@ -1,11 +1,11 @@
-"""Know which fetches follow the one that is made, as long as nothing changes who trains what."""
+"""Know which fetches come next, as long as nothing changes who trains which samples."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Generic, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -14,17 +14,18 @@ Coming: TypeAlias = Callable[[], Iterable[tuple[int, Tensor]]]
 """Yields the epoch and (B,) samples of every fetch to come, the next one first."""
 
 _MOST_LATER = 8
-"""Fetches that are looked at beyond one: enough to find samples that were cached as deep."""
+"""Fetches ahead in which the cache looks for samples that were cached equally deep."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Name the samples of a fetch, and those of the next ones in its epoch.
+    """Name the samples of a fetch, and those of the next fetches in its epoch.
 
     Args:
-        epoch: of the run.
         ids: (B,) int64.
-        later: (N,) int64, the sooner first.
+        later: (N,) int64, the next fetch's first.
     """
 
     epoch: int
@@ -46,24 +47,28 @@ def with_later(coming: Iterable[tuple[int, Tensor]]) -> Iterator[Fetch]:
 
 
 @final
-class FollowedFetches:
-    """Follow the fetches that are made through those that were to come."""
+class Follower(Generic[_T]):
+    """Follow what really happens along a forecast of it.
 
-    def __init__(self, to_come: Coming) -> None:
-        self._to_come = to_come
-        self._fetches: Iterator[Fetch] | None = None
+    Args:
+        forecast: starts the forecast anew, from where the run is now.
+    """
 
-    def later(self, epoch: int, ids: Tensor) -> Tensor:
-        """Return the samples that follow those fetched now; none if these were not to come."""
+    def __init__(self, forecast: Callable[[], Iterable[_T]]) -> None:
+        self._forecast = forecast
+        self._coming: Iterator[_T] | None = None
+
+    def next_one(self, fits: Callable[[_T], bool]) -> _T | None:
+        """Return the forecast's next item if it fits; None if even a new forecast's does not."""
         for begins in (False, True):
-            if begins:
-                self._fetches = with_later(self._to_come())
-            fetch = None if self._fetches is None else next(self._fetches, None)
-            if fetch is not None and fetch.epoch == epoch and torch.equal(fetch.ids, ids):
-                return fetch.later
-        self._fetches = None
-        return ids[:0]
+            if begins:  # What came was not expected: perhaps a new forecast knows better.
+                self._coming = iter(self._forecast())
+            item = None if self._coming is None else next(self._coming, None)
+            if item is not None and fits(item):
+                return item
+        self._coming = None
+        return None
 
     def forget(self) -> None:
-        """Begin anew, at the next fetch."""
-        self._fetches = None
+        """Start the forecast anew at the next item."""
+        self._coming = None

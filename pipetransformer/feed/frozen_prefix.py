@@ -15,15 +15,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class FrozenPrefix:
-    """Hold how deep the frozen prefix is; whatever feeds stage 0 runs samples through it.
+    """Hold how deep the frozen prefix is, and run it.
 
     Attributes:
-        task: what is trained.
-        depth: frozen layers.
-        stamps: of activations after each of them, in order; on stage 0, where a cache is used.
+        depth: number of frozen layers.
+        stamps: hashes of the prefix up to each frozen layer; on stage 0, where a cache is used.
         uses_cache: whether reading rows is faster than computing them.
         on_stage_0: whether this rank holds the prefix.
-        generation: grows whenever any of them changes.
+        generation: grows whenever any of these changes.
     """
 
     def __init__(self, task: Task) -> None:
@@ -32,28 +31,22 @@ class FrozenPrefix:
         self.uses_cache = self.on_stage_0 = False
         self.stamps: list[int] = []
         self._modes: list[tuple[nn.Module, bool]] = []
-        # Of the tensors that the stamps are of: where the model holds them, and what they were.
+        # Where the model holds the stamped tensors, and what these were when they were stamped.
         self._slots: list[tuple[Mapping[str, Tensor | None], str]] = []
-        self._stamped: list[tuple[int, int]] = []
-        self._held, self._looks_closely = 0, False
+        self._stamped_versions: list[tuple[int, int]] = []
+        self._stamped_values, self._compares_values = 0, False
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
-        """Freeze or thaw; every rank of the world calls it.
-
-        Args:
-            num_frozen: frozen layers.
-            on_stage_0: whether this rank holds the prefix.
-            use_cache: whether reading rows is faster than computing them.
-        """
-        # Edited since, or come anew to this rank: the stamps here may be those of other weights.
-        if self.stamps and self._are_edited(closely=True):
+        """Freeze or thaw; every rank of the world calls it."""
+        # The user may have edited a layer, or a transition brought it here: stamps may be stale.
+        if self.stamps and self._are_edited(compares_values=True):
             self.stamps.clear()
         del self.stamps[num_frozen:]
         self.depth, self.generation = num_frozen, self.generation + 1
         self.on_stage_0 = on_stage_0
         self.uses_cache = use_cache and num_frozen > 0
         self._modes = modes_of(self.task.model, self._sublayers(), training=False)
-        set_modes(self._modes)  # As they are found between two steps, too.
+        set_modes(self._modes)  # The user finds them in this mode between two steps, too.
         if self.uses_cache and on_stage_0:
             self._stamp_layers()
 
@@ -67,10 +60,16 @@ class FrozenPrefix:
                 hidden = self.task.call(index, hidden, sides=batch)
         return hidden
 
-    def stamp_anew_if_edited(self) -> None:
-        """Let no row hit that was made before the user changed the frozen layers' tensors."""
-        closely, self._looks_closely = self._looks_closely, False
-        if self._are_edited(closely=closely):
+    def stamp_anew_if_edited(self, *, compares_values: bool = False) -> None:
+        """Let no row hit that was made before the user changed the frozen layers' tensors.
+
+        Args:
+            compares_values: whether to read all values, too. Writes through `.data`, such as
+                weights averaged for an evaluation, leave no trace in tensors' versions.
+        """
+        compares_values |= self._compares_values
+        self._compares_values = False
+        if self._are_edited(compares_values=compares_values):
             _LOGGER.warning(
                 "weights of frozen layers were changed between two steps: their activations are "
                 "computed anew"
@@ -78,30 +77,23 @@ class FrozenPrefix:
             self.stamps.clear()
             self._stamp_layers()
 
-    def look_closely(self) -> None:
-        """Look at values, too, at the next fetch: see `_fingerprint`."""
-        self._looks_closely = True
+    def compare_values_next(self) -> None:
+        """Have the next `stamp_anew_if_edited` compare values."""
+        self._compares_values = True
 
-    def _are_edited(self, *, closely: bool) -> bool:
-        """Tell whether the layers that the stamps are of hold something else by now."""
-        changed = self._versions() != self._stamped
-        return changed or (closely and self._fingerprint() != self._held)
-
-    def _fingerprint(self) -> int:
-        """Tell all that the frozen layers' tensors hold apart; what is written through `.data`, as
-        averages of weights are for an evaluation, leaves no trace in versions.
-        """
-        return fingerprint(self._tensors())
+    def _are_edited(self, *, compares_values: bool) -> bool:
+        if self._versions() != self._stamped_versions:
+            return True
+        return compares_values and fingerprint(self._tensors()) != self._stamped_values
 
     def _sublayers(self) -> range:
         return range(self.task.model.first_active(self.depth) if self.depth else 0)
 
     def _versions(self) -> list[tuple[int, int]]:
-        """Tell what the frozen layers' tensors hold apart from what they held before."""
         return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:
-        # Asked for at each fetch: a module finds its own ones slowly.
+        # Read from the modules' tables at each fetch: nn.Module.__getattr__ is slow.
         return [tensor for table, name in self._slots if (tensor := table[name]) is not None]
 
     def _stamp_layers(self) -> None:
@@ -120,4 +112,5 @@ class FrozenPrefix:
             (module._parameters if name in module._parameters else module._buffers, name)
             for module, name in holders
         ]
-        self._stamped, self._held = self._versions(), self._fingerprint()
+        self._stamped_versions = self._versions()
+        self._stamped_values = fingerprint(self._tensors())

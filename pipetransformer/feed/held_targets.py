@@ -1,7 +1,7 @@
-"""Know samples' targets without making the samples, where the data set holds them apart.
+"""Know samples' targets without reading the samples, where the data set holds them apart.
 
-A label that is corrected must be trained, though its sample is cached and so not asked for. Where
-a data set holds labels is a guess; each sample that is read checks it.
+A corrected label must be trained, though its sample is cached and is not read again. Where a data
+set holds labels is a guess; each sample that is read checks it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from pipetransformer.feed.samples import Samples
 _LOGGER = logging.getLogger(__name__)
 
 _ATTRIBUTES = ("targets", "labels", "samples")
-"""Where torchvision's data sets hold targets, one a sample; in the last one behind a file's path,
-and those that read folders take them from there."""
+"""Where torchvision's data sets hold targets; "samples" has (path, target) of each sample."""
 
 
 @final
 class HeldTargets:
-    """Read targets from where a data set holds them, as long as it gives the same ones.
+    """Read targets from where a data set holds them, as long as its samples have the same ones.
 
-    Known are the tensors of a TensorDataset, the items of a list, sequences that torchvision's
-    data sets have as attributes, and a Subset of any of these; elsewhere nothing.
+    Known places are the tensors of a TensorDataset, the items of a list, the attributes of
+    torchvision's data sets, and a Subset of any of these.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -38,19 +37,14 @@ class HeldTargets:
         self._refuted: set[str] = set()
 
     def changed(self, ids: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """Return (B,) bool: of which samples another target is held than the one kept.
-
-        Args:
-            ids: (B,) int64.
-            kept: (B, ...) each, by name.
-        """
+        """Return (B,) bool: whose targets differ from those kept, (B, ...) each by name."""
         changed = torch.zeros(len(ids), dtype=torch.bool)
         for held in self._held(ids).values():
             changed |= _differing(held, kept)
         return changed
 
     def compare(self, ids: Tensor, given: Batch) -> None:
-        """Leave places aside from now on that hold others than the data set gave just now."""
+        """Use a place no more that holds other targets than the samples just read."""
         for place, held in self._held(ids).items():
             if _differing(held, given).any():
                 self._refute(place)
@@ -63,7 +57,7 @@ class HeldTargets:
                 if place not in self._refuted:
                     named = zip(self._names, values, strict=True)
                     held[place] = {name: _stacked(each, name, ids) for name, each in named}
-            except (TypeError, ValueError):  # They are no numbers, or of unequal shapes.
+            except (TypeError, ValueError):  # Targets are no numbers, or of unequal shapes.
                 self._refute(place)
         return held
 
@@ -76,7 +70,7 @@ class HeldTargets:
         if isinstance(dataset, TensorDataset):
             if 0 < len(names) < len(dataset.tensors):
                 yield "tensors", [tensor[ids] for tensor in dataset.tensors[-len(names) :]]
-        elif type(dataset) in (list, tuple):  # Other lists may make items when they are read.
+        elif type(dataset) in (list, tuple):  # A subclass may make items when they are read.
             if names:
                 yield "items", _targets([dataset[index] for index in ids], names)
         elif len(names) == 1:
@@ -97,8 +91,8 @@ class HeldTargets:
 
 
 def _columns(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield those attributes that may hold targets, by name."""
-    # What is not an attribute of the data set itself may be computed, and take long.
+    """Yield the attributes that may hold targets, with their names."""
+    # A property of the class may compute, and take long.
     own = getattr(dataset, "__dict__", {})
     for place in _ATTRIBUTES:
         value = own.get(place)
@@ -109,12 +103,12 @@ def _columns(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _targets(items: list[Any], names: tuple[str, ...]) -> list[list[Any]]:
-    """Return of each target the samples' values."""
+    """Return each target's values, one a sample."""
     return [[_target(item, name, names) for item in items] for name in names]
 
 
 def _target(item: Any, name: str, names: tuple[str, ...]) -> Any:
-    """Return a sample's target; None where it is not known which that is."""
+    """Return a sample's target; None if unknown."""
     if isinstance(item, Mapping):
         return entry_of(item, name)
     if isinstance(item, (tuple, list)) and len(item) > len(names):
@@ -129,7 +123,7 @@ def _stacked(values: Any, name: str, ids: Tensor) -> Tensor:
 
 
 def _differing(held: Batch, others: Mapping[str, Tensor]) -> Tensor:
-    """Return (B,) bool: which samples' targets differ from others, where there are those."""
+    """Return (B,) bool: whose targets differ, of the names that both have."""
     differing = torch.zeros(len(next(iter(held.values()))), dtype=torch.bool)
     for name in held.keys() & others.keys():
         mine, other = held[name], others[name]
@@ -137,7 +131,7 @@ def _differing(held: Batch, others: Mapping[str, Tensor]) -> Tensor:
             return torch.ones_like(differing)
         if other.is_floating_point():
             mine = mine.to(other.dtype)
-        # A NaN, which stands for a label that is missing, is no change where it stays.
+        # NaN, which may stand for a missing label, equals NaN here.
         unlike = (mine != other) & ~(mine.isnan() & other.isnan())
         differing |= unlike.reshape(len(mine), -1).any(dim=1)
     return differing

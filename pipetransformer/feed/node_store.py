@@ -1,18 +1,17 @@
-"""Share a cache's file on a node: one process creates it, all of the node open it.
-
-It has no name where the platform allows for that, and loses it at once where not: whatever happens
-to the run, nothing is left behind.
-
-    where it is tried       all rows        else as many as every node holds
-    cache_folder            1               3
-    temporary files         2               4     only where cache_folder is the default
-
-Choose where a cache's rows lie: in a GPU's memory, or in a file that a node shares.
+"""Choose where a cache's rows lie: in a GPU's memory, or in a file that a node shares.
 
 cache_device    one process, all rows fit    one process, they do not    several processes
 "auto"          GPU                          file                        file
 "cuda"          GPU                          file, with a warning        each its own GPU
 "cpu"           file                         file                        file
+
+One process creates a node's file, and all of the node open it. It has no name where the platform
+allows that, and loses its name at once elsewhere, so a run that dies leaves nothing behind. Places
+are tried in this order:
+
+    place               all rows        else as many as every node holds
+    cache_folder        1               3
+    temporary files     2               4     only where cache_folder is the default
 """
 
 from __future__ import annotations
@@ -46,22 +45,23 @@ from pipetransformer.processes import World, plannable_bytes
 _LOGGER = logging.getLogger(__name__)
 
 _SHARE = 0.75
-"""Of what is free, taken where a cache was not asked for, or does not fit: others need some, too.
-Workers hand over samples in /dev/shm."""
+"""Of what is free in a place that must keep some: workers hand over samples in /dev/shm."""
 _LEAST_SHARE = 0.1
-"""Of all rows, below which computing them all costs hardly more."""
+"""Of all rows; with fewer, computing them all costs hardly more."""
 _BESIDE_ROW_BYTES = 64
-"""At least what a row takes beside its own bytes."""
+"""What a row takes beside its own bytes, rounded up."""
+_DEVICE_SHARE = 0.5
+"""Of a GPU's memory that this process has never used, how much rows may take unasked."""
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Say what came of trying to share a store; the same on all ranks but for the store.
+    """Say what came of trying to share a store; all but the store is equal on all ranks.
 
     Attributes:
-        store: None on all ranks where one has failed.
-        place: where it is on the first node that could not have it as wished, else on the first.
-        cause: why not all rows are where they were wished to be; "" where they are.
+        store: None on all ranks where one rank has failed.
+        place: where the store is on the first node that has it elsewhere than wished.
+        cause: why rows are not where they were wished to be; "" where they are.
         num_fitting: rows for which every node has room.
     """
 
@@ -76,16 +76,15 @@ def share_store(
 ) -> RowStore | None:
     """Create a store on every node, with fewer rows where one lacks room for all. Collective.
 
-    A default folder that is too small, as /dev/shm is in containers, is replaced by that of
-    temporary files; one that the user chose never is.
+    The default folder is replaced by that of temporary files where it is too small, as /dev/shm
+    is in containers. A folder that the user chose is not replaced.
 
     Returns:
-        None on all ranks where a node has no room for a tenth of the rows. Whatever is not as it
-        was asked for is warned of.
+        None on all ranks where a node has no room for a tenth of the rows.
     """
     places = [Path(folder)]
     if places[0] == Path(TrainConfig.cache_folder):
-        with suppress(FileNotFoundError):  # None can be written to.
+        with suppress(FileNotFoundError):  # No folder for temporary files can be written to.
             places.append(Path(tempfile.gettempdir()))
     attempt, held = _share(world, places, layout, num_rows), num_rows
     cause = attempt.cause
@@ -114,10 +113,10 @@ def _share(
     *,
     in_need: bool = False,
 ) -> _Attempt:
-    """Create a store of so many rows on every node in the first place that takes it. Collective.
+    """Create a store on every node in the first place that takes it. Collective.
 
     Args:
-        in_need: whether the first place, too, is to keep some room.
+        in_need: whether the first place, too, must keep some room for others.
     """
     leader = world.rank % world.slots_per_node == 0
     store, place, cause, num_fitting = None, str(places[0]), "", num_rows
@@ -125,14 +124,14 @@ def _share(
         store, place, cause = _create_in(places, layout, num_rows, in_need=in_need)
         if store is None:
             num_fitting = max(_num_fitting(one, layout) for one in places)
-    with ExitStack() as undone:  # Where another rank is gone.
+    with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
         if store is not None:
             undone.callback(store.close)
             undone.callback(store.unlink)
         path = "" if store is None else str(store.path)
         answers = gather_json([path, place, cause, num_fitting], group=world.group)
         undone.pop_all()
-    leaders = answers[:: world.slots_per_node]
+    leaders = answers[:: world.slots_per_node]  # Each node's first rank.
     failure = ""
     if store is None and all(own for own, *_ in leaders):
         own = leaders[world.rank // world.slots_per_node][0]
@@ -141,7 +140,7 @@ def _share(
         except (OSError, ValueError) as error:
             failure = str(error)
     failures = [text for text in gather_json(failure, group=world.group) if text]
-    # All have opened it, or given up.
+    # All ranks have opened the file, or given up: it needs no name any more.
     if leader and store is not None:
         store.unlink()
     failures += [why for own, _, why, _ in leaders if not own]
@@ -157,27 +156,21 @@ def _share(
 def _create_in(
     places: Sequence[Path], layout: RowLayout, num_rows: int, *, in_need: bool
 ) -> tuple[RowStore | None, str, str]:
-    """Create a store in the first place that takes it; return it, that, and why not the others."""
+    """Return a store in the first place that takes it, that place, and the others' errors."""
     causes: list[str] = []
     for place in places:
         try:
-            if in_need or causes:
-                _refuse_to_fill(place, layout, num_rows)
+            if (in_need or causes) and num_rows > (num := _num_fitting(place, layout)):
+                what = f"{place} has room for {num} rows beside what others need"
+                raise OSError(errno.ENOSPC, what)
             return _create(place, layout, num_rows), str(place), "; ".join(causes)
         except OSError as error:
             causes.append(str(error))
     return None, "", "; ".join(causes)
 
 
-def _refuse_to_fill(place: Path, layout: RowLayout, num_rows: int) -> None:
-    if num_rows > (num_fitting := _num_fitting(place, layout)):
-        raise OSError(
-            errno.ENOSPC, f"{place} has room for {num_fitting} rows beside what others need"
-        )
-
-
 def _num_fitting(place: Path, layout: RowLayout) -> int:
-    """Return for how many rows a place has room, and some for others; 0 where it is none."""
+    """Return how many rows fit into a place that keeps some room; 0 where it is no place."""
     try:
         free = shutil.disk_usage(place).free
     except OSError:
@@ -195,24 +188,11 @@ def _create(folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
         return RowStore.create(folder / name, layout, num_rows)
 
 
-_DEVICE_SHARE = 0.5
-"""Of a GPU's memory that this process has never used, how much rows may take unasked."""
-
-
 def make_store(
-    world: World,
-    config: TrainConfig,
-    layout: RowLayout,
-    num_rows: int,
-    *,
-    may_use_device: bool = True,
+    world: World, config: TrainConfig, layout: RowLayout, num_rows: int
 ) -> ActivationStore | None:
-    """Make a store of so many rows; None on all ranks where there is no room for one. Collective.
-
-    Args:
-        may_use_device: whether the GPU's memory is not needed for other things.
-    """
-    if may_use_device and _wants_device(world, config, layout, num_rows):
+    """Make a store; None on all ranks where a node has no room for one. Collective."""
+    if _wants_device(world, config, layout, num_rows):
         store = _on_device(world, layout, num_rows)
         if store is not None:
             return store
@@ -234,7 +214,7 @@ def check_device(config: TrainConfig, device: torch.device) -> None:
 def room_on_device(device: torch.device) -> int:
     """Return the bytes of a GPU that rows may take unasked.
 
-    What this process has used at most stays free for it, and of the rest a half: measuring has
+    The most that this process has used stays free for it, and half of the rest: measuring has
     used less before the first step than a step will.
     """
     free = plannable_bytes(device)
@@ -247,7 +227,7 @@ def room_on_device(device: torch.device) -> int:
 def _wants_device(world: World, config: TrainConfig, layout: RowLayout, num_rows: int) -> bool:
     if config.cache_device != "auto":
         return config.cache_device == "cuda"
-    # Of several processes each would compute what the others have, after every shuffle.
+    # Several processes could not read each other's rows, and each shuffle deals samples anew.
     needed = device_bytes(layout, num_rows)
     return world.size == 1 and needed <= room_on_device(world.device)
 

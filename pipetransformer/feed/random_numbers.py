@@ -14,7 +14,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the CPU and of a device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        # As torch.cuda.manual_seed does at a multiple of the time; each sublayer waits for it.
+        # torch.cuda.manual_seed does the same and is slower; each sublayer's forward waits for it.
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
 
@@ -27,7 +27,7 @@ def seed_plainly(seed: int) -> None:
 
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed generators as is needed meanwhile; afterwards the caller's go on where they were."""
+    """Let the block seed all generators; afterwards the caller's go on where they were."""
     plain, numpys = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""Find out what a row of the cache looks like, and agree on it."""
+"""Find out what a row of the cache holds, and agree on it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pipetransformer.processes import World
 _LOGGER = logging.getLogger(__name__)
 
 _MOST_COMPARED = 16
-"""Samples whose shapes are compared, to find out whether their lengths differ."""
+"""Samples whose shapes are compared where no mask tells their lengths."""
 
 
 class RowFormat:
     """Describe the rows that hold a data set's samples behind the frozen prefix.
 
     Attributes:
-        content: of rows in a store, from `agree_on_layout` on.
-        targets: what is known of samples that are not asked for.
+        content: of rows in a store; known after `agree_on_layout`.
+        targets: known without reading samples, for labels that were corrected since.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class RowFormat:
         self._pads_elsewhere = False
 
     def unstored_content(self) -> RowContent:
-        """Return what is kept of samples where no store holds them."""
+        """Return what a fetch hands on of samples where no store holds them."""
         dtype = self._dtype if self._task.config.cache else None
         return RowContent(self._known, dtype=dtype, checked=False)
 
     def refuse_others(self, batch: Batch) -> None:
-        """Raise a ValueError for entries that rows lack, as the first sample does."""
+        """Raise a ValueError for entries that the first sample lacks: rows have no room."""
         if others := [name for name in self._kept_of(batch) if name not in self.content.keep]:
             raise ValueError(
                 f"samples come with {others}, which the first one alone comes without: the "
@@ -58,12 +58,13 @@ class RowFormat:
             )
 
     def agree_on_layout(self) -> RowLayout | None:
-        """Find out what a row looks like on rank 0, which always holds the prefix. Collective.
+        """Return the layout of a row. Collective.
 
-        None where samples have unequal shapes, and it is not known what of them is padding.
+        None, with a warning, where samples have unequal shapes and it is not known what is
+        padding.
         """
         found: Any = None
-        if self._world.is_main:
+        if self._world.is_main:  # Rank 0 always holds the prefix.
             self._compare_samples()
             found = None if self._trouble else self._find()
             if found is None:
@@ -84,7 +85,7 @@ class RowFormat:
         )
 
     def longest_over(self, batch: Batch) -> float:
-        """Return the bytes of the longest sample's row over those of a batch's samples."""
+        """Return the longest sample's length over that of a batch's samples."""
         if self._world.is_main:
             self._compare_samples()
         positions = self._positions
@@ -93,9 +94,7 @@ class RowFormat:
         return positions.most / batch[positions.mask].shape[1]
 
     def padding_may_matter(self) -> bool:
-        """Tell whether samples have unequal lengths, and the model does not say that what is
-        behind a sample's end is without effect.
-        """
+        """Tell whether samples have unequal lengths, and padding may have an effect."""
         self._compare_samples()
         of_no_mask = self._task.model.padding_mask is None
         return bool(self._trouble) and (of_no_mask or self._pads_elsewhere)
@@ -105,9 +104,10 @@ class RowFormat:
 
         None, with the trouble noted, where lengths differ and are not the hidden states'.
         """
-        batch, positions = self._first_sample(), self._positions
+        batch, positions = self._samples.probe([0]), self._positions
         if positions is not None:
             batch = positions.bring(batch, positions.most)
+        # A whole chunk of it: kernels may give other last bits for another number of samples.
         repeat = torch.zeros(self._chunk_size, dtype=torch.int64)
         chunk = {name: t[repeat].to(self._world.device) for name, t in batch.items()}
         with torch.no_grad():
@@ -148,6 +148,7 @@ class RowFormat:
                 "that says what of them is padding"
             )
             return
+        # The shortest beside the longest is certainly padded.
         together = self._samples.read([chosen[0], chosen[-1]], view=0)
         found = {n: _padding_of(together[n], singly[0][n], singly[-1][n]) for n in names}
         padding = {n: value for n, value in found.items() if value is not None}
@@ -167,7 +168,7 @@ class RowFormat:
         samples = self._samples
         items = (samples.dataset[index] for index in range(len(samples.dataset)))
         lengths = [_tokens_of(item, mask) for item in items]
-        if None in lengths:  # Made by collate_fn.
+        if None in lengths:  # The mask is made by collate_fn, so each sample is collated alone.
             every = range(len(lengths))
             batches = (samples.probe([index]) for index in every)
             lengths = [int(own_lengths(b[mask])) if mask in b else 0 for b in batches]
@@ -179,9 +180,6 @@ class RowFormat:
         dtype = self._task.config.cache_dtype
         return None if dtype is None else getattr(torch, dtype)
 
-    def _first_sample(self) -> Batch:
-        return self._samples.probe([0])
-
     def _kept_of(self, batch: Mapping[str, Tensor]) -> tuple[str, ...]:
         return tuple(name for name in self._known if name in batch)
 
@@ -189,7 +187,7 @@ class RowFormat:
         mask = self._task.model.padding_mask
         return RowContent(
             keep,
-            # Whole numbers, such as tokens that a first layer hands on, are no activations.
+            # Whole numbers, such as tokens that a first layer hands on, must not be rounded.
             dtype=self._dtype if computed_dtype.is_floating_point else None,
             computed_dtype=computed_dtype,
             padding_mask=mask if mask in keep else None,
@@ -200,7 +198,7 @@ class RowFormat:
 
 
 def _padding_of(together: Tensor, shorter: Tensor, longer: Tensor) -> float | None:
-    """Return what a batch of two is padded with behind the shorter; None where it is not so.
+    """Return what a batch of two is padded with behind the shorter; None without such a value.
 
     Args:
         together: (2, S, ...) of both.
@@ -221,9 +219,7 @@ def _padding_of(together: Tensor, shorter: Tensor, longer: Tensor) -> float | No
 def _tokens_of(item: Any, mask: str) -> int | None:
     """Return the tokens of a sample that is not yet collated, by its mask; None without one."""
     values = item.get(mask) if isinstance(item, Mapping) else None
-    if values is None:
-        return None
-    return int(own_lengths(torch.as_tensor(values).reshape(1, -1)))
+    return None if values is None else int(own_lengths(torch.as_tensor(values).reshape(1, -1)))
 
 
 def _spell(dtype: torch.dtype | None) -> str:

@@ -1,20 +1,21 @@
-"""Feed stage 0 a data set's samples, through the frozen prefix and the cache where there are."""
+"""Feed stage 0 a data set's samples: through the workers, the frozen prefix and the cache."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from autocache import ActivationStore, CacheStats, DeviceStore, PrefixCache
+from autocache import ActivationStore, CacheStats, PrefixCache
 from autodp import gather_json
 from autopipe.profile import Profile
 from pipetransformer.feed.collation import Batch, Collation
-from pipetransformer.feed.coming_fetches import Coming, FollowedFetches, with_later
+from pipetransformer.feed.coming_fetches import Coming, Fetch, Follower, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import check_device, make_store
 from pipetransformer.feed.row_format import RowFormat
@@ -25,18 +26,32 @@ from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
 
-_AHEAD_BYTES = 1 << 20
-"""Rows of a step that are read ahead where they are no fewer: less is read faster than handed
-from thread to thread."""
+# Fewer bytes than these are read faster than a thread hands them over.
+_LEAST_AHEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Give a feed's samples as they are in one epoch.
+
+    Attributes:
+        fetch: returns the entries of (B,) samples, (B, ...) each. Behind a frozen prefix the
+            entry "hidden", their activations, takes the inputs' place.
+        look: reads samples from the data set once more.
+        read_ahead: prepares for the fetch that comes next.
+        take_stats: returns the cache's counts and times since the last call.
+    """
+
+    fetch: Callable[[Tensor], Batch]
+    look: Callable[[Tensor], Batch]
+    read_ahead: Callable[[Tensor], None]
+    take_stats: Callable[[], CacheStats]
 
 
 class SampleFeed:
-    """Answer for a data set's samples at the current depth of the frozen prefix.
+    """Give a data set's samples at the current depth of the frozen prefix.
 
     Args:
-        prefix: the frozen layers of what is trained.
-        world: where.
-        samples: which; see `samples_of`.
         to_come: what fetches will ask for; workers read it ahead.
         keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
     """
@@ -53,7 +68,8 @@ class SampleFeed:
         self.prefix = prefix
         self.dataset = samples.dataset
         self.samples, self._task, self._world = samples, prefix.task, world
-        self._to_come, self._followed = to_come, FollowedFetches(to_come)
+        self._to_come = to_come
+        self._coming: Follower[Fetch] = Follower(lambda: with_later(to_come()))
         config = prefix.task.config
         check_device(config, world.device)
         self._foreseen = ForeseenSamples(
@@ -66,18 +82,18 @@ class SampleFeed:
         )
         self._chunk_size = config.prefix_chunk_of(world.size, on_gpu=world.device.type == "cuda")
         self._num_views = keeps
-        self._generation = self._epoch = -1
+        self._generation = self._epoch = -1  # No prefix is followed, and no epoch compared, yet.
         self._rows = RowFormat(prefix, world, self.samples, chunk_size=self._chunk_size)
         self._store: ActivationStore | None = None
         self._cache: PrefixCache | None = None
-        self._gave_up, self._may_use_device = keeps == 0, True
+        self._gave_up = keeps == 0
 
     def unused_columns(self) -> tuple[str, ...]:
         """Name the entries of the first sample that the model does not take."""
         return self.samples.collation.unused(self.dataset[0])
 
     def warn_of_padding(self) -> None:
-        """Say where the replicas' paddings make a difference."""
+        """Warn where losses depend on how many replicas there are."""
         if self._world.is_main and self._world.size > 1 and self._rows.padding_may_matter():
             _LOGGER.warning(
                 "collate_fn pads each replica's samples of a step to their longest, and outputs "
@@ -87,18 +103,20 @@ class SampleFeed:
 
     @property
     def may_cache(self) -> bool:
-        """Tell whether rows are to be kept, and nothing has turned up against it."""
+        """Tell whether rows are kept: asked for, and not given up."""
         return self._task.config.cache and not self._gave_up
 
     def look_for_randomness(self) -> None:
-        """Keep no rows of samples that change from one read to the next, or with those that they
-        are collated with, and say so. Collective.
+        """Give up the cache, with a warning, where a sample has no fixed value. Collective.
+
+        It may change from read to read, or with the samples of its batch.
 
         Raises:
-            ValueError: on every rank: fixed views were asked for, and there are none.
+            ValueError: on every rank: cache_views was set.
         """
         views = self._task.config.cache_views is not None
         varies = self.samples.vary_between_reads(same_seed=views)
+        # Samples that vary anyway would look mixed, too.
         told = varies, not varies and self.samples.mix_in_batches()
         varies, mix = map(any, zip(*gather_json(told, group=self._world.group), strict=True))
         if not varies and not mix:
@@ -126,11 +144,11 @@ class SampleFeed:
             )
 
     def most_bytes(self, profile: Profile, measured: Batch) -> int:
-        """Return about how much a node's cache will take at most, whatever freezes.
+        """Estimate the most that a node's cache will take, whatever freezes.
 
         Args:
-            profile: with the bytes of a sample's activations.
-            measured: the batch of which they are.
+            profile: knows the bytes of a sample's activations.
+            measured: the batch that the profile was measured on.
         """
         model, config = self._task.model, self._task.config
         row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
@@ -147,33 +165,31 @@ class SampleFeed:
         return self.samples.probe((ids % len(self.dataset)).tolist())
 
     def read_apart(self, ids: Tensor) -> Batch:
-        """Read samples to measure by, from all over the data set: it may be in an order of
-        lengths.
-        """
+        """Read samples from all over the data set, which may be sorted by length."""
         return self.read(ids * max(1, len(self.dataset) // self._task.config.global_batch_size))
 
-    def look(self, ids: Tensor, *, epoch: int) -> Batch:
-        """Read samples from the data set once more, as they are in an epoch."""
+    def _look(self, ids: Tensor, *, epoch: int) -> Batch:
         return self.samples.probe(ids.tolist(), view=self._view(epoch))
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
-        """Return what gives stage 0 its samples in an epoch.
+        """Return the samples as they are in an epoch.
 
         Args:
-            epoch: of the run.
             is_last: whether no sample is asked for again in the view that it has now.
         """
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self.prefix.look_closely()
-        return Rows(self, epoch, keeps=not is_last)
+        return Rows(
+            partial(self.fetch, epoch=epoch, keeps=not is_last),
+            partial(self._look, epoch=epoch),
+            partial(self._read_ahead, epoch=epoch),
+            self.take_stats,
+        )
 
     def follow_prefix(self) -> None:
-        """Serve the prefix's depth from now on, if it has changed. Collective."""
+        """Serve the prefix's depth from now on. Collective."""
         prefix = self.prefix
-        # After a transition others may train these samples.
+        # After a transition other ranks may train these samples.
         self._foreseen.forget()
-        self._followed.forget()
+        self._coming.forget()
         if self._generation == prefix.generation:
             return
         self._generation = prefix.generation
@@ -197,26 +213,6 @@ class SampleFeed:
         """Return what this node's cache takes now."""
         return self._store.num_bytes if self._store is not None else 0
 
-    def leave_device(self) -> bool:
-        """Give back the GPU's memory that rows take; they go to host memory, anew. Collective.
-
-        Returns:
-            whether there were any.
-        """
-        was_there = isinstance(self._store, DeviceStore)
-        self._may_use_device = False
-        if was_there:
-            if self._world.is_main:
-                _LOGGER.warning(
-                    "the cache leaves %s, whose memory is needed: rows are computed anew, into "
-                    "host memory",
-                    self._world.device,
-                )
-            self._drop_store()
-            self._generation = -1
-            self.follow_prefix()
-        return was_there
-
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call."""
         return self._cache.take_stats() if self._cache else CacheStats()
@@ -233,7 +229,7 @@ class SampleFeed:
             self._store = None
 
     def fetch(self, ids: Tensor, *, epoch: int, keeps: bool) -> Batch:
-        """Return samples' entries, with "hidden" in place of the inputs behind a frozen prefix."""
+        """See `Rows.fetch`."""
         view = self._view(epoch)
 
         def load(wanted: Tensor) -> Batch:
@@ -246,13 +242,16 @@ class SampleFeed:
         if self._cache is None:
             return load(ids)
         if self._uses_store:
-            self.prefix.stamp_anew_if_edited()
-        depth, later = self.prefix.depth, self._followed.later(epoch, ids)
+            # Once an epoch values are compared, too, which reads all weights of the prefix.
+            self.prefix.stamp_anew_if_edited(compares_values=epoch != self._epoch)
+            self._epoch = epoch
+        coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
+        later = ids[:0] if coming is None else coming.later
         batch = self._cache.fetch(
             ids,
             load,
-            depth=depth,
-            row_ids=self.row_ids(ids, epoch),
+            depth=self.prefix.depth,
+            row_ids=self._row_ids(ids, epoch),
             keeps=keeps,
             later=self._later(later, epoch),
         )
@@ -261,43 +260,39 @@ class SampleFeed:
             self._store.settle()
         return batch
 
-    def read_ahead(self, row_ids: Tensor) -> None:
-        """Have rows read while this step computes, where that is worth a thread."""
+    def _read_ahead(self, ids: Tensor, *, epoch: int) -> None:
         if self._cache is None or self._store is None or not self._uses_store:
             return
-        num_bytes = len(row_ids) * self._store.layout.row_bytes
-        if num_bytes >= _AHEAD_BYTES or self._world.device.type == "cuda":
-            self._cache.read_ahead(row_ids, depth=self.prefix.depth)
+        num_bytes = len(ids) * self._store.layout.row_bytes
+        if num_bytes >= _LEAST_AHEAD_BYTES or self._world.device.type == "cuda":
+            self._cache.read_ahead(self._row_ids(ids, epoch), depth=self.prefix.depth)
 
-    def row_ids(self, ids: Tensor, epoch: int) -> Tensor:
-        """Return samples' rows: where not all fit, every so manyth has one, spread evenly."""
+    def _row_ids(self, ids: Tensor, epoch: int) -> Tensor:
+        """Return samples' rows; where the store has fewer rows, those that have one are spread."""
         num_rows = self._store.num_rows if self._store is not None else 0
         num_all = self._num_views * len(self.dataset)
         wanted = ids + self._view(epoch) * len(self.dataset) if self._num_views > 1 else ids
         if num_rows in (0, num_all):
             return wanted
+        # A sample has a row if its share of all rows reaches the next whole number. The number
+        # one beyond the last row says that it has none.
         slots = wanted * num_rows // num_all
         return slots.where((wanted + 1) * num_rows // num_all > slots, num_rows)
 
     def _later(self, ids: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return those later samples, and their rows, which may be read together with others: all,
-        unless a sample depends in unknown ways on those with which it is collated.
-        """
+        """Return later samples that may be collated together with others, and their rows."""
+        # Of a collate_fn it is known only with `positions` how a sample depends on its batch.
         is_stacked = self.samples.collation.function is None
         if not is_stacked and self._rows.content.positions is None:
             ids = ids[:0]
-        return ids, self.row_ids(ids, epoch)
+        return ids, self._row_ids(ids, epoch)
 
     def _view(self, epoch: int) -> int:
-        """Return which view of the samples an epoch sees."""
         views = self._task.config.cache_views
-        return epoch if views is None else epoch % views
+        return epoch if views is None else epoch % views  # Without views each epoch is its own.
 
     def _requests(self) -> Iterator[Request]:
-        """Yield what the dataset will be asked for, fetch by fetch.
-
-        Behind an epoch that writes rows it is not known what the next will lack.
-        """
+        """Yield what the dataset will be asked for, fetch by fetch."""
         coming = iter(self._to_come())
         if self._cache is None:
             for epoch, ids in coming:
@@ -306,14 +301,15 @@ class SampleFeed:
             return
         fetches, behind = itertools.tee(with_later(coming))
         samples = (
-            ((f.ids, self.row_ids(f.ids, f.epoch)), self._later(f.later, f.epoch)) for f in fetches
+            ((f.ids, self._row_ids(f.ids, f.epoch)), self._later(f.later, f.epoch))
+            for f in fetches
         )
         foreseen = self._cache.foresee(samples, depth=self.prefix.depth)
         writing = -1
         for fetch, (wanted, writes) in zip(behind, foreseen, strict=True):
             epoch = fetch.epoch
             if writing not in (-1, epoch):
-                return
+                return  # What the next epoch will lack depends on what this one writes.
             writing = epoch if writes else writing
             if len(wanted):
                 yield tuple(wanted.tolist()), self._view(epoch)
@@ -328,13 +324,13 @@ class SampleFeed:
             self._cache = None
 
     def _agree_to_give_up(self) -> bool:
-        """Tell whether a cache failed on any node, or was condemned there. Collective."""
-        condemned = self._store is not None and self._store.is_condemned
+        """Tell whether any node's cache was given up, or is condemned. Collective."""
+        condemned = self._store is not None and self._store.is_condemned()
         self._gave_up = any(gather_json(self._gave_up or condemned, group=self._world.group))
         return self._gave_up
 
     def _match_store(self) -> None:
-        """Keep the store where rows of this depth look as its own do, else make another."""
+        """Make another store if rows of this depth have another layout."""
         layout = self._rows.agree_on_layout()
         if self._store is not None and self._store.layout == layout:
             return
@@ -355,13 +351,7 @@ class SampleFeed:
                     layout.row_bytes,
                 )
             return
-        self._store = make_store(
-            self._world,
-            self._task.config,
-            layout,
-            num_rows,
-            may_use_device=self._may_use_device,
-        )
+        self._store = make_store(self._world, self._task.config, layout, num_rows)
         self._gave_up = self._store is None
 
 
@@ -371,8 +361,7 @@ def samples_of(
     """Return what reads a data set as a task's model takes it.
 
     Args:
-        needs_targets: whether samples without targets are refused.
-        evaluates: whether batches are made as evaluations' are.
+        evaluates: whether `eval_collate_fn` makes the batches, where it is set.
     """
     model, config = task.model, task.config
     names = (*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets)
@@ -385,30 +374,3 @@ def samples_of(
         drops_unknown=config.remove_unused_columns,
     )
     return Samples(dataset, collation, config.seed)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Serve a feed's samples as they are in one epoch."""
-
-    feed: SampleFeed
-    epoch: int
-    keeps: bool
-
-    def fetch(self, ids: Tensor) -> Batch:
-        """Return the entries of (B,) samples, (B, ...) each, or, as "hidden", their activations
-        behind the frozen prefix.
-        """
-        return self.feed.fetch(ids, epoch=self.epoch, keeps=self.keeps)
-
-    def look(self, ids: Tensor) -> Batch:
-        """Read samples from the data set once more, as they are in this epoch."""
-        return self.feed.look(ids, epoch=self.epoch)
-
-    def take_stats(self) -> CacheStats:
-        """Return the cache's counts and times since the last call."""
-        return self.feed.take_stats()
-
-    def read_ahead(self, ids: Tensor) -> None:
-        """Prepare for the fetch that comes next."""
-        self.feed.read_ahead(self.feed.row_ids(ids, self.epoch))

@@ -1,7 +1,4 @@
-"""Read samples of a dataset, each a function of nothing but (seed, view, index).
-
-Find out how long samples are, where they differ.
-"""
+"""Read samples of a dataset, each a function of (seed, view, index) alone."""
 
 from __future__ import annotations
 
@@ -60,12 +57,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Samples:
-    """Read a dataset's samples as a model takes them; the same in every process.
-
-    Args:
-        dataset: items are mappings, or tuples of inputs and targets; "labels" may be "label" or
-            "label_ids" there.
-    """
+    """Read a dataset's samples as a model takes them; the same in every process."""
 
     dataset: SizedDataset
     collation: Collation
@@ -75,7 +67,7 @@ class Samples:
         """Read and collate samples.
 
         Args:
-            view: with the seed and the index, it seeds torch, numpy and random before each read.
+            view: seeds torch, numpy and random before each read, with the seed and the index.
         Returns:
             tensors by entry name, (B, ...) on the CPU.
         Raises:
@@ -88,7 +80,7 @@ class Samples:
             and len(dataset.tensors) == len(names)
             and collation.function is None
         ):
-            # It draws no random numbers, and one call reads all: 0.7 ms less for 32 samples.
+            # It draws no random numbers, so one call may read all: 0.7 ms less for 32 samples.
             index = torch.tensor(ids)
             return {n: t[index].cpu() for n, t in zip(names, dataset.tensors, strict=True)}
         items = [self._item(index, view) for index in ids]
@@ -97,15 +89,13 @@ class Samples:
         return collation.collate(items, ids)
 
     def probe(self, ids: Sequence[int], *, view: int = 0) -> Batch:
-        """Read samples to look at them, or to measure by.
-
-        Where collate_fn takes no odd number, as timm's Mixup, the last one is there twice to it.
-        """
+        """Read samples to look at them, or to measure by."""
         try:
             return self.read(ids, view=view)
         except ValueError:
             if self.collation.function is None:
                 raise
+            # Some collate_fn take even numbers alone, as timm's Mixup: the last one goes in twice.
             with suppress(ValueError):
                 return part_of(self.read([*ids, ids[-1]], view=view), slice(0, len(ids)))
             raise
@@ -113,8 +103,8 @@ class Samples:
     def mix_in_batches(self) -> bool:
         """Tell whether collate_fn gives samples other values together than one by one.
 
-        Entries that it pads are not compared. What mixes every second batch goes unseen with a
-        chance of 2 ** -(_MOST_PROBED / 2).
+        Entries that it pads are not compared. A function that mixes every second batch is missed
+        with a chance of 2 ** -(_MOST_PROBED / 2).
         """
         if self.collation.function is None:
             return False
@@ -130,10 +120,9 @@ class Samples:
         return False
 
     def vary_between_reads(self, *, same_seed: bool = False) -> bool:
-        """Tell whether a sample changes from epoch to epoch, by reading some twice.
+        """Tell whether samples change from read to read: under two seeds, or under the same one.
 
-        They are read under one seed, or under two. A flip of every second image goes unseen with
-        a chance of 2 ** -_MOST_PROBED.
+        A flip of every second image is missed with a chance of 2 ** -_MOST_PROBED.
         """
         for index in self.spread(_MOST_PROBED):
             first, second = (self.probe([index], view=v) for v in (1, 1 if same_seed else 2))
@@ -172,14 +161,8 @@ def _seed(seed: int) -> None:
     seed_plainly(seed)
 
 
-LENGTH = "length"
-"""An entry of a mapping that holds the sample's length, as transformers' tokenizers give it."""
-
-
 def read_lengths(dataset: SizedDataset, name: str) -> Tensor:
-    """Return every sample's length, (N,) int64: its "length", or that of an entry.
-
-    All samples are read once.
+    """Read every sample; return its "length", or that of an entry: (N,) int64.
 
     Args:
         dataset: items are mappings, or tuples that begin with the entry.
@@ -192,8 +175,8 @@ def read_lengths(dataset: SizedDataset, name: str) -> Tensor:
 
 def _length(item: Any, name: str, index: int) -> int:
     if isinstance(item, Mapping):
-        if LENGTH in item:
-            return int(item[LENGTH])
+        if "length" in item:  # As transformers' tokenizers give it.
+            return int(item["length"])
         item = item.get(name)
     elif isinstance(item, (tuple, list)) and item:
         item = item[0]
@@ -201,6 +184,6 @@ def _length(item: Any, name: str, index: int) -> int:
         return len(item)
     except TypeError:
         raise ValueError(
-            f"sample {index} has no length: neither an entry {LENGTH!r} nor a sequence "
+            f"sample {index} has no length: neither an entry 'length' nor a sequence "
             f"{name!r}; leave group_by_length out, or give one of them"
         ) from None

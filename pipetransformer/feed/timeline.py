@@ -1,4 +1,4 @@
-"""Keep a run's position, and derive batch size, steps to come and learning rate from it."""
+"""Keep a run's position, and derive from it what is due, lengths and learning rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipetransformer.config import TrainConfig, named_schedule
 
 @dataclass
 class Position:
-    """Say how far a run has come: steps and epochs done, and samples of the coming epoch."""
+    """Say how far a run has come: steps and epochs done, and samples of the current epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -21,13 +21,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Clock:
-    """Say where in the run a decision is taken.
+    """Describe the coming step; lengths are at the current batch size.
 
     Args:
-        step, epoch: of the coming step.
-        max_steps, steps_per_epoch: lengths at the current batch size.
-        learning_rate, peak_learning_rate: of the first parameter group as the user's optimizer
-            has it, now and at a factor of 1; layer_decay lowers it in lower layers.
+        learning_rate, peak_learning_rate: of the first parameter group, now and at a factor of 1,
+            before layer_decay.
     """
 
     step: int
@@ -39,13 +37,12 @@ class Clock:
 
 
 class Timeline:
-    """Advance a position through the epochs of a training set of so many samples.
-
-    The peak learning rate is the first parameter group's, at a factor of 1.
+    """Advance a position through the epochs of a training set.
 
     Args:
-        scale_of: returns a layer's rate over the peak rate at a share of the run, None where the
-            run's schedule says it; the layer None is the head.
+        peak_learning_rate: of the first parameter group, at a factor of 1.
+        scale_of: maps a layer (None: the head) and the share of the run that is done to the
+            layer's rate over the peak rate; None leaves it to the run's schedule.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class Timeline:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs or steps are done, or the run has come to where it stops."""
+        """Tell whether all epochs or steps are done, or `stop` has ended the run."""
         return self._is_complete or (self._end is not None and self.position.step >= self._end)
 
     @property
@@ -81,12 +78,12 @@ class Timeline:
         return done or self.position.epoch >= self._config.epochs
 
     def stop(self) -> None:
-        """End the run where it is, or where weights are already; called on all ranks alike."""
+        """End the run; after the last trained step where a stream has trained steps ahead."""
         if self._end is None:
             self._end = max(self.position.step, self._num_trained)
 
     def note_trained(self, step: int) -> None:
-        """Take note that weights have seen a step already, as several are trained at once."""
+        """Note that a stream has trained all steps up to this one already."""
         self._num_trained = step + 1
 
     @property
@@ -95,10 +92,8 @@ class Timeline:
         return self.position.sample == 0
 
     def decision_due(self, last_decision_step: int) -> bool:
-        """Tell whether a decision precedes the coming step; a function of the step number alone.
-
-        A checkpoint may have been written after the last one, which is not taken twice.
-        """
+        """Tell whether a decision precedes the coming step."""
+        # A checkpoint may have been written right after the decision, which a resume has, too.
         if last_decision_step == self.position.step:
             return False
         interval = self._decision_interval
@@ -119,7 +114,7 @@ class Timeline:
     def ahead(self) -> Timeline:
         """Return a timeline that can be advanced by itself."""
         other = copy.copy(self)
-        other.position = replace(self.position)
+        other.position = replace(self.position)  # `copy` shares it, and `advance` writes into it.
         return other
 
     def decision_follows(self) -> bool:
@@ -129,39 +124,39 @@ class Timeline:
 
     @property
     def sees_samples_last(self) -> bool:
-        """Tell whether the samples of this epoch are not seen again as they are now."""
+        """Tell whether no later epoch sees this epoch's samples in the same view."""
         last, position, most = self._config.epochs, self.position, self._config.max_steps
         if most is not None:
             size, per_epoch = self._config.global_batch_size, self._unscaled_per_epoch
             to_come = -(-position.sample // size) + most - position.step
             last = min(last, position.epoch + -(-to_come // per_epoch))
+        # Views take turns: an epoch's view comes again cache_views epochs later.
         return position.epoch + (self._config.cache_views or 1) >= last
 
     def save_due(self) -> bool:
-        """Tell whether the state after the last step is to be saved: at the end it always is."""
+        """Tell whether to save after the last step; always at the end."""
         config = self._config
         steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
         return self.is_over or self._comes_round(steps, epochs)
 
     def evaluation_due(self) -> bool:
-        """Tell whether an evaluation follows the last step; that of the end is not left out."""
+        """Tell whether an evaluation follows the last step; always at a complete run's end."""
         steps, epochs = self._config.evaluate_every_steps, self._config.evaluate_every_epochs
         return self._comes_round(steps, epochs) or (steps + epochs > 0 and self._is_complete)
 
     def _comes_round(self, steps: int, epochs: int) -> bool:
-        """Tell whether a multiple of so many steps, or of so many epochs, is done; 0 is never."""
+        """Tell whether steps or epochs done are a multiple of an interval; 0 is never."""
         at = self.position
         by_epochs = epochs > 0 and self.at_epoch_start and at.epoch % epochs == 0
         return by_epochs or (steps > 0 and at.step % steps == 0)
 
     def global_batch(self, replicas: int) -> int:
-        """Return the samples of a step at a number of replicas."""
         return self._config.global_batch(replicas)
 
     def epochs_done(self, replicas: int) -> float:
         """Return the epochs done, and the share of the coming one's steps, at their size now."""
         position, size = self.position, self.global_batch(replicas)
-        # Batches of other sizes may have come before: what is left says whether the epoch is done.
+        # Earlier batches may have had other sizes, so the share is known from what is left.
         per_epoch = self._steps_per_epoch(size)
         left = -(-(self.num_samples - position.sample) // size)
         return position.epoch + (per_epoch - left) / per_epoch
@@ -174,15 +169,14 @@ class Timeline:
         return min(by_epochs, self._config.max_steps or by_epochs)
 
     def learning_rate_factor(self, replicas: int, layer: int | None = None) -> float:
-        """Evaluate the schedule where an unscaled batch would stand, and scale with the batch.
+        """Return the factor on a layer's rate (None: the head's) in the coming step.
 
-        Args:
-            replicas: how many pipelines train.
-            layer: whose; None is the head.
+        The schedule is evaluated where batches of global_batch_size would be, and the factor grows
+        with the batch.
         """
         size = self._config.global_batch_size
         step: float = self.position.step
-        # Where the epochs end the run, steps done in batches of another size say nothing of it.
+        # Where epochs end the run, its share that is done is that of samples, not of steps.
         if not self._ends_by_steps:
             step = self.position.epoch * self._unscaled_per_epoch + self.position.sample / size
         factor = self._scale_of(layer, step / self._unscaled_steps)
@@ -200,11 +194,10 @@ class Timeline:
         return self._steps_per_epoch(self._config.global_batch_size)
 
     def _steps_per_epoch(self, size: int) -> int:
-        """Return the steps of an epoch in batches of so many samples, the last one's fewer."""
-        return -(-self.num_samples // size)
+        return -(-self.num_samples // size)  # The last batch may be smaller.
 
     def _end_of_epochs(self, size: int) -> int:
-        """Return the step after which all epochs are done, in batches of so many samples."""
+        """Return the step after which all epochs are done, in batches of a size from now on."""
         position = self.position
         this_epoch = -(-(self.num_samples - position.sample) // size)
         epochs_after = self._config.epochs - position.epoch - 1
@@ -218,7 +211,7 @@ class Timeline:
 
     @property
     def _unscaled_steps(self) -> int:
-        """Return the steps of the whole run, if its batch had always been global_batch_size."""
+        """Return the steps of the whole run in batches of global_batch_size."""
         whole, most = self._unscaled_per_epoch * self._config.epochs, self._config.max_steps
         return most if most is not None and self._ends_by_steps else whole
 
@@ -231,7 +224,6 @@ class Timeline:
         return self._config.freeze_interval_steps
 
     def clock(self, replicas: int) -> Clock:
-        """Describe the coming step, at the present batch size."""
         return Clock(
             self.position.step,
             self.position.epoch,

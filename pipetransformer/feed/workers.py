@@ -4,8 +4,8 @@ step       t: read ◄─┐   computes ......   t + 1: read ◄─┐   compute
 worker 0     ... t ──┘  ... t + 2 .....................  │  ... t + 4 ......
 worker 1     ... t + 1 ..................................┘  ... t + 3 ......
 
-What steps will need is a function of the position in the run, until something changes who trains
-what: then, and whenever another sample is asked for than the one foreseen, the workers begin anew.
+The position in the run says what steps will need, until a transition gives samples to other
+ranks. Then, and whenever a sample is asked for that was not expected, the workers start anew.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipetransformer.feed.collation import Batch
+from pipetransformer.feed.coming_fetches import Follower
 from pipetransformer.feed.samples import Samples
 
+# A process that was spawned would spawn its workers, too: each would import torch anew, and data
+# sets and functions would have to be picklable.
 _START = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-"""Said, as a process that was itself spawned would spawn: each worker would import torch anew, and
-datasets and functions would have to be picklable."""
 
 Request: TypeAlias = tuple[tuple[int, ...], int]
 """The indices of samples that are read together, and their view."""
+_Answer: TypeAlias = tuple[Request, Batch]
 
 
 class ForeseenSamples:
@@ -33,8 +35,8 @@ class ForeseenSamples:
 
     Args:
         to_come: yields the requests to come, the next one first.
-        num_workers: processes that read; 0 reads in this one, when a step needs it.
-        prefetch_factor: requests that each has read, or is reading, ahead.
+        num_workers: processes that read; 0 reads in this process, when a step needs a sample.
+        prefetch_factor: requests that each worker reads ahead.
     """
 
     def __init__(
@@ -51,36 +53,30 @@ class ForeseenSamples:
         self._prefetch_factor, self._pin_memory = prefetch_factor, pin_memory
         self._timeout_s = timeout_s
         self._loader: DataLoader[Any] | None = None
-        self._answers: Iterator[Any] | None = None
+        self._answers: Follower[_Answer] = Follower(self._begin)
 
     def read(self, ids: Sequence[int], *, view: int) -> Batch:
-        """Return samples, as `Samples.read`; where they were not foreseen, read here and now."""
-        if self._num_workers == 0:
-            return self._samples.read(ids, view=view)
-        wanted = (tuple(ids), view)
-        for begins in (False, True):
-            if begins:
-                self._begin()
-            if self._answers is not None:
-                answered, batch = next(self._answers, (None, {}))
-                if answered == wanted:
-                    found: Batch = batch
-                    return found
-        self._answers = None
+        """Return samples as `Samples.read` does; unexpected ones are read here and now."""
+        if self._num_workers > 0:
+            answer = self._answers.next_one(lambda answer: answer[0] == (tuple(ids), view))
+            if answer is not None:
+                return answer[1]
         return self._samples.read(ids, view=view)
 
     def forget(self) -> None:
         """Foresee anew, at the next read."""
-        self._answers = None
+        self._answers.forget()
 
     def close(self) -> None:
+        """End the workers."""
         iterator: Any = None if self._loader is None else self._loader._iterator
-        self._answers = self._loader = None
+        self.forget()
+        self._loader = None
         if iterator is not None:
             # Else they end with the last reference, which a traceback may hold for long.
             iterator._shutdown_workers()
 
-    def _begin(self) -> None:
+    def _begin(self) -> Iterable[_Answer]:
         """Let the workers read what is to come; what they have read so far is dropped."""
         if self._loader is None:
             self._loader = DataLoader(
@@ -96,7 +92,7 @@ class ForeseenSamples:
                 generator=torch.Generator(),  # Not the default one, from which it would draw.
                 multiprocessing_context=_START,
             )
-        self._answers = iter(self._loader)
+        return self._loader
 
 
 class _ToCome(Iterable[Request]):
@@ -109,11 +105,11 @@ class _ToCome(Iterable[Request]):
         return iter(self._to_come())
 
 
-class _Answers(Dataset[tuple[Request, Batch]]):
+class _Answers(Dataset[_Answer]):
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
-    def __getitem__(self, request: Request) -> tuple[Request, Batch]:
+    def __getitem__(self, request: Request) -> _Answer:
         ids, view = request
         return request, self._samples.read(ids, view=view)
 

@@ -1,11 +1,10 @@
 """Move in from transformers: its Trainer's interface over ours.
 
-hf_trainer: train, save ─┬─► evaluations: evaluate and predict      unlabelled: without labels
+hf_trainer: train, save ─┬─► evaluations: evaluate and predict, also without labels
                          ├─► script_loss: a subclass's compute_loss
                          ├─► training_arguments: settings, or what is refused
-                         ├─► unhonoured: what else is refused
                          └─► callback_bridge: transformers' callbacks
-                               ├─► kept_history: what was logged, for a run that goes on
+                               ├─► kept_history: the log, for a run that goes on
                                └─► pretrained_checkpoints: for from_pretrained
 
     from pipetransformer.hf import Trainer    # instead of: from transformers import Trainer

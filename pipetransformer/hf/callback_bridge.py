@@ -1,4 +1,4 @@
-"""Let transformers' callbacks hear of our events, and keep the state that they read."""
+"""Call transformers' callbacks at our events, and keep the state that they read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNHEARD = (
     "on_optimizer_step",
     "on_prediction_step",
 )
-"""Events before a step or within it, of which nobody is told here."""
+"""Events before a step or within it, which are not told here."""
 
 _UNANSWERED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop")
 
@@ -43,14 +43,16 @@ class CallbackBridge(Callback):
 
     Args:
         callbacks: instances or classes.
+        writes_pretrained: also write checkpoints for `from_pretrained`.
     Attributes:
-        is_unheard: whether an evaluation goes on of which the script itself will tell.
-        evaluate: is called where an evaluation is due; None where our Trainer evaluates.
+        is_silent: whether callbacks are not told of an evaluation, as the script tells them.
+        evaluate: called at due evaluations; None if our Trainer evaluates by itself.
         handler: calls transformers' callbacks.
-        writes_pretrained: whether checkpoints are also written for `from_pretrained`.
+        num_samples: of an epoch.
+        samples_before: trained before this process resumed the run.
         losses: of this process's steps so far.
     Raises:
-        ValueError: a callback overrides an event that it would not hear of.
+        ValueError: a callback overrides an event that is not told.
     """
 
     def __init__(
@@ -60,25 +62,25 @@ class CallbackBridge(Callback):
         *,
         model: Any,
         processing_class: Any,
+        writes_pretrained: bool,
     ) -> None:
-        # Known before the run begins, for callbacks that write on one rank only.
+        # Callbacks that write on one rank only read it before the run begins.
         self.state = TrainerState(
             is_world_process_zero=os.environ.get("RANK", "0") == "0",
             is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",
         )
         self.control = TrainerControl()
-        self.is_unheard = False
+        self.is_silent = False
         self.evaluate: Callable[[], object] | None = None
         self.num_samples = 1
-        self.samples_before = 0  # By the run that is resumed.
+        self.samples_before = 0
         self.losses = StepLosses()
-        self.writes_pretrained = False
-        self._args = args
+        self._args, self._writes_pretrained = args, writes_pretrained
         self._output_dir = Path(str(args.output_dir))
         self.handler = CallbackHandler(
             [DefaultFlowCallback()], model, processing_class, None, None
         )
-        # Without one transformers warns, but our Trainer has its own flow.
+        # The handler warns if it is made without a flow, but our Trainer has its own.
         self.handler.remove_callback(DefaultFlowCallback)
         for callback in (*callbacks, LogLines):
             self.add(callback)
@@ -101,7 +103,7 @@ class CallbackBridge(Callback):
         self.handler.add_callback(one)
 
     def refuse_stateful(self) -> None:
-        """Raise a ValueError for callbacks that a resumed run would not find as they were."""
+        """Raise a ValueError for callbacks whose state a resumed run would lack."""
         callbacks = self.handler.callbacks
         kept = [type(one).__name__ for one in callbacks if isinstance(one, ExportableState)]
         if kept:
@@ -116,7 +118,7 @@ class CallbackBridge(Callback):
 
     def on_train_begin(self, trainer: Any) -> None:
         state, steps = self.state, trainer.max_steps
-        state.log_history.clear()  # Of evaluations before, as transformers forgets them.
+        state.log_history.clear()  # Transformers also forgets evaluations before training.
         self.samples_before = trainer.report.samples
         per_epoch = -(-self.num_samples // trainer.config.global_batch_size)
         state.max_steps, state.num_train_epochs = steps, -(-steps // per_epoch)
@@ -124,7 +126,7 @@ class CallbackBridge(Callback):
         state.compute_steps(self._args, state.max_steps)
         self.note(trainer)
         self._note_best(trainer)
-        self._take_up(trainer)
+        self._restore_log(trainer)
         self.tell(trainer, "on_train_begin")
         self.tell(trainer, "on_epoch_begin")
 
@@ -145,52 +147,52 @@ class CallbackBridge(Callback):
             self.evaluate()
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        if self.is_unheard:
+        if self.is_silent:
             return
         self.note(trainer)
         named = prefixed(metrics, "eval")
         self.log(trainer, named)
         self.tell(trainer, "on_evaluate", metrics=named)
-        self._note_best(trainer)  # After it, as an early stop compares with the best so far.
+        self._note_best(trainer)  # Only now: an early stop compares with the best before.
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         if trainer.is_main_process:
             keep_history(self._output_dir, self.state)
-            if self.writes_pretrained:
+            if self._writes_pretrained:
                 model, processing_class = self.handler.model, self.handler.processing_class
                 keep = trainer.config.keep_checkpoints
                 write_pretrained(folder, self._output_dir, model, processing_class, keep=keep)
         self.tell(trainer, "on_save")
 
     def finish(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Log what the run took, and tell of its end; from now on another may replace it."""
+        """Log what the run took, and tell of its end; another run may then replace it."""
         if trainer.is_main_process and trainer.config.saves:
-            # Without what follows, which a run that goes on has not logged.
+            # Before the totals: a run that goes on must not have them in its log.
             keep_history(self._output_dir, self.state, is_over=True)
         self.log(trainer, metrics)
         self.tell(trainer, "on_train_end")
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """Tell nobody of the evaluation that our Trainer does meanwhile."""
-        self.is_unheard = True
+    def silenced(self) -> Iterator[None]:
+        """Keep callbacks from hearing of our Trainer's evaluations."""
+        self.is_silent = True
         try:
             yield
         finally:
-            self.is_unheard = False
+            self.is_silent = False
 
     def log(self, trainer: Any, logs: Mapping[str, float]) -> None:
-        """Take down numbers of this step, and tell of them."""
+        """Add numbers to the log at this step, and tell callbacks."""
         state = self.state
         entry = {**logs, "epoch": state.epoch}
         state.log_history.append({**entry, "step": state.global_step})
         self.tell(trainer, "on_log", logs=entry)
 
-    def _take_up(self, trainer: Any) -> None:
-        """Continue what was logged before the step at which a resumed run goes on."""
+    def _restore_log(self, trainer: Any) -> None:
+        """Restore the log up to the step at which a resumed run goes on."""
         step = trainer.global_step
         if not step:
-            if trainer.is_main_process:  # Of a run that this one replaces.
+            if trainer.is_main_process:  # They are of a run that this one replaces.
                 forget_history(self._output_dir)
                 clear_pretrained(self._output_dir)
             return
@@ -204,15 +206,15 @@ class CallbackBridge(Callback):
         )
         self.state.log_history += told_by_rank_0(read, group=trainer.world.group)
         if trainer.is_main_process and trainer.config.saves:
-            keep_history(self._output_dir, self.state)  # A run that was over no longer is.
+            keep_history(self._output_dir, self.state)  # A run that was over goes on.
 
     def note(self, trainer: Any) -> None:
-        """Take down how far the run is."""
+        """Copy the run's position."""
         self.state.global_step = trainer.global_step
         self.state.epoch = trainer.epoch
 
     def _note_best(self, trainer: Any) -> None:
-        """Keep the best of the run's own evaluations, where the arguments name a metric."""
+        """Copy the best evaluation, if the arguments name a metric."""
         if self._args.metric_for_best_model is not None:
             best = trainer.report
             self.state.best_metric, self.state.best_global_step = best.best_metric, best.best_step
@@ -221,7 +223,7 @@ class CallbackBridge(Callback):
         return bool(self._flow_at(step, ends_epoch).should_log)
 
     def _flow_at(self, step: int, ends_epoch: bool) -> TrainerControl:
-        """Return what transformers does after so many steps."""
+        """Return what transformers' own flow would ask for after a step."""
         flow, control = DefaultFlowCallback(), TrainerControl()
         state = replace(self.state, global_step=step)
         flow.on_step_end(self._args, state, control)
@@ -230,17 +232,17 @@ class CallbackBridge(Callback):
         return control
 
     def tell(self, trainer: Any, event: str, **facts: Any) -> None:
-        """Call transformers' event of all callbacks, and do what they ask for."""
-        before = replace(self.control)
+        """Call all callbacks' event, and do what they ask for."""
+        before = replace(self.control)  # Callbacks change it in place, also in refused ways.
         asked = self.handler.call_event(event, self._args, self.state, self.control, **facts)
         self.control = before
         self.follow(asked, trainer, f"a callback has set {{}} in {event}")
 
     def follow(self, control: TrainerControl, trainer: Any, told: str) -> None:
-        """Do what is asked for.
+        """Do what a control asks for.
 
         Raises:
-            ValueError: that is not honoured; `told` says who asks for {}.
+            ValueError: it is not honoured; `told` says who asks for {}.
         """
         if asked := [name for name in _UNANSWERED if getattr(control, name)]:
             raise ValueError(
@@ -254,7 +256,7 @@ class CallbackBridge(Callback):
 
 @final
 class StepLosses:
-    """Add up the losses of steps, of which a GPU may still compute the newest."""
+    """Add up the losses of steps; a GPU may still be computing the newest."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -263,19 +265,19 @@ class StepLosses:
         self._newest: StepResult | None = None
 
     def add(self, result: StepResult) -> None:
-        """Count a step; read the loss of the one before, for which nothing need be waited."""
+        """Count a step; read the loss of the step before, which is ready without a wait."""
         self._read()
         self.num_steps, self._num_new, self._newest = self.num_steps + 1, self._num_new + 1, result
 
     def take(self) -> float:
-        """Return the mean over the steps since the last call; there is one."""
+        """Return the mean over the steps since the last call, at least one."""
         self._read()
         mean = self._new / self._num_new
         self._new, self._num_new = 0.0, 0
         return mean
 
     def mean(self) -> float:
-        """Return the mean over all steps; 0 without one."""
+        """Return the mean over all steps; 0 without any."""
         self._read()
         return self._total / max(1, self.num_steps)
 
@@ -286,9 +288,9 @@ class StepLosses:
 
 
 class LogLines(TrainerCallback):
-    """Write the lines of transformers' ProgressCallback, or of its PrinterCallback without a bar.
+    """Print logs as transformers' ProgressCallback, or without a bar as its PrinterCallback.
 
-    The former does so while training only.
+    The former prints only while training.
     """
 
     _trains = False
@@ -306,10 +308,10 @@ class LogLines(TrainerCallback):
                 for name, value in facts["logs"].items()
                 if name != "total_flos"
             }
-            tqdm.write(str(line))  # A bar that is there goes on below it.
+            tqdm.write(str(line))  # Not print: it would tear a bar.
 
 
 def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return metrics under names that begin with a prefix, as some may already."""
+    """Return metrics with a prefix before names that lack it."""
     begin = f"{prefix}_"
     return {n if n.startswith(begin) else begin + n: value for n, value in metrics.items()}

@@ -2,11 +2,8 @@
 
 evaluate, predict ─► get_..._dataloader ─► evaluation_loop ─► our Trainer, over the data set
 
-Measure with samples that have no labels, where a run only evaluates and predicts.
-
-data set    collate_fn of the script         loss
-no labels   never sees that they are missed  a stand-in, of the outputs alone
-labels      as ever                          as ever
+A script that never trains may give samples without labels. Our Trainer still measures with them:
+their missing targets become (N, 0) behind the script's collate_fn, and the loss ignores those.
 """
 
 from __future__ import annotations
@@ -50,11 +47,11 @@ _LABELS = ("label", "labels", "label_ids", "start_positions", "end_positions")
 
 @final
 class EvaluationLoader(DataLoader[Any]):
-    """Load a data set's batches for a script; an evaluation takes the data set alone from it."""
+    """Load a data set's batches for a script; an evaluation only reads its `dataset`."""
 
 
 class Evaluations(ABC):
-    """Evaluate and predict, with what a script has set by then."""
+    """Evaluate and predict, with the attributes as the script has set them by then."""
 
     model: Any
     args: TrainingArguments
@@ -74,17 +71,15 @@ class Evaluations(ABC):
 
     @property
     def state(self) -> transformers.TrainerState:
-        """Return what has been logged, and how far the run is."""
+        """Return the log and the run's position."""
         return self._bridge.state
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        """Return what calls transformers' callbacks."""
         return self._bridge.handler
 
     @property
     def control(self) -> transformers.TrainerControl:
-        """Return what callbacks ask for."""
         return self._bridge.control
 
     @control.setter
@@ -94,7 +89,7 @@ class Evaluations(ABC):
     def get_eval_dataloader(
         self, eval_dataset: SizedDataset | str | None = None
     ) -> EvaluationLoader:
-        """Return what loads the evaluation set, one of several by its name, or another.
+        """Return a loader of the evaluation set, of one of several by name, or of another set.
 
         Raises:
             ValueError: there is none.
@@ -107,7 +102,7 @@ class Evaluations(ABC):
         return self.get_test_dataloader(dataset)
 
     def get_test_dataloader(self, test_dataset: SizedDataset) -> EvaluationLoader:
-        """Return what loads a data set in its order; `evaluation_loop` takes it."""
+        """Return a loader of a data set in its order, for `evaluation_loop`."""
         check_dataset(test_dataset, "dataset")
         dataset: Dataset[Any] = test_dataset  # type: ignore[assignment]
         collate = self.data_collator
@@ -125,8 +120,9 @@ class Evaluations(ABC):
     ) -> dict[str, float]:
         """Return loss and metrics of a data set, or of each of several, under a prefix.
 
-        A name stands for one of several that the Trainer was given. Of samples without labels
-        there are times alone.
+        Args:
+            eval_dataset: a data set, several, or the name of one; None is the Trainer's. For
+                samples without labels only times are returned.
         """
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Mapping):
@@ -153,9 +149,9 @@ class Evaluations(ABC):
         ignore_keys: None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Return the model's outputs as transformers shapes them, targets and metrics.
+        """Return outputs as transformers shapes them, targets and metrics, on every process.
 
-        On every process, in the order of the data set.
+        Rows are in the data set's order.
         """
         loader, start = self.get_test_dataloader(test_dataset), time.time()
         output = self.evaluation_loop(
@@ -176,15 +172,14 @@ class Evaluations(ABC):
         ignore_keys: None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return outputs, labels and metrics of a loader's data set, and tell nobody of it.
+        """Return outputs, labels and metrics of a loader's data set, without telling callbacks.
 
         Args:
             dataloader: of `get_eval_dataloader` or `get_test_dataloader`.
             description: of no effect.
-            prediction_loss_only: whether outputs are not kept, and not judged.
-            metric_key_prefix: begins the metrics' names.
+            prediction_loss_only: only compute the loss, and keep no outputs.
         """
-        refuse_given({"ignore_keys": ignore_keys})
+        refuse_given(ignore_keys=ignore_keys)
         if not isinstance(dataloader, EvaluationLoader):
             raise ValueError(
                 f"evaluation_loop is given a {type(dataloader).__name__}, whose sampler and "
@@ -194,12 +189,11 @@ class Evaluations(ABC):
         dataset: Any = dataloader.dataset
         trainer = self._begun(stand_in=dataset)
         self._bridge.note(trainer)
-        with self._bridge.unheard():
+        with self._bridge.silenced():
             predictions: Any = None
             if prediction_loss_only:
                 found = trainer.evaluate(dataset) if self._is_labelled(dataset) else {}
-                labels = None
-                metrics = {name: value for name, value in found.items() if name == "loss"}
+                labels, metrics = None, {"loss": found["loss"]} if "loss" in found else {}
             else:
                 predictions, labels, metrics = self._predicted(trainer, dataset, metric_key_prefix)
         if not self._trains:
@@ -209,12 +203,12 @@ class Evaluations(ABC):
 
     @abstractmethod
     def log(self, logs: dict[str, float]) -> None:
-        """Take down numbers at this step."""
+        """Add numbers to the log at this step."""
 
     def _predicted(
         self, trainer: Trainer, dataset: SizedDataset, prefix: str
     ) -> tuple[Any, Any, dict[str, float]]:
-        """Return outputs, labels and metrics, those of the script among them. Collective."""
+        """Return outputs, labels, and metrics including the script's. Collective."""
         output = trainer.predict(dataset)
         metrics, labels = dict(output.metrics), output.label_ids
         if self.compute_metrics is not None and labels is not None:
@@ -229,19 +223,19 @@ class Evaluations(ABC):
         given = EvalPrediction(self._kept(prediction.predictions), labels)
         metrics = self.compute_metrics(given)
         if not isinstance(metrics, Mapping):
-            return metrics  # And be told what it is.
-        # `prefixed` gives it to those that lack it.
+            return metrics  # `judge` refuses it with a message.
+        # `prefixed` adds the prefix again, also to names that lack it here.
         return {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items()}
 
     def _judge(self, prediction: OwnPrediction) -> Mapping[str, float]:
-        """Judge an evaluation that is due while training."""
-        if self.compute_metrics is None or self._bridge.is_unheard:
+        """Judge an evaluation of our Trainer's own, in training."""
+        if self.compute_metrics is None or self._bridge.is_silent:
             return {}
         return self._judged(prediction, "eval")
 
     def _is_labelled(self, dataset: SizedDataset) -> bool:
-        """Tell whether a data set's samples have all that the loss takes."""
-        with own_random_numbers(torch.device("cpu")):
+        """Tell whether a data set's first sample has all targets of the loss."""
+        with own_random_numbers(torch.device("cpu")):  # An augmenting data set may draw some.
             first = dataset[0]
             if not isinstance(first, Mapping):
                 return True
@@ -250,7 +244,10 @@ class Evaluations(ABC):
         return not missing_targets(first, self._targets())
 
     def _targets(self) -> tuple[str, ...]:
-        """Return what the model's loss takes; adapting a model takes as long as building it."""
+        """Return the names of the loss's targets.
+
+        Adapting a model takes as long as building it, so the answer is kept for this model.
+        """
         if self._adapted is None or self._adapted[0] is not self.model:
             self._adapted = self.model, adapt(self.model).targets
         return self._adapted[1]
@@ -285,11 +282,11 @@ def _one_of(datasets: Any, name: str) -> SizedDataset:
 
 
 _LABEL_NAMES = ("labels", "label", "label_ids")
-"""Names of one and the same entry."""
+"""Names that collators give to the same entry."""
 
 
 def missing_targets(item: Mapping[str, Any], targets: tuple[str, ...]) -> list[str]:
-    """Name the targets that an item, or a batch, does not have."""
+    """Name the targets that an item or a batch lacks."""
     names = {name: _LABEL_NAMES if name in _LABEL_NAMES else (name,) for name in targets}
     return [name for name, known in names.items() if all(item.get(n) is None for n in known)]
 
@@ -297,7 +294,7 @@ def missing_targets(item: Mapping[str, Any], targets: tuple[str, ...]) -> list[s
 @final
 @dataclass(frozen=True)
 class Measured:
-    """Give a data set's samples, and say of those without labels that they have none."""
+    """Mark the targets that a data set's samples lack."""
 
     dataset: SizedDataset
     targets: tuple[str, ...]
@@ -315,7 +312,7 @@ class Measured:
 @final
 @dataclass(frozen=True)
 class MeasuredCollate:
-    """Make batches by a script's function; targets that samples lack become (N, 0)."""
+    """Collate by the script's function, without the marks; marked targets become (N, 0)."""
 
     function: Any
     targets: tuple[str, ...]
@@ -336,11 +333,11 @@ class MeasuredCollate:
 
 
 class _Missing:
-    """Stand for a target that a sample lacks, also in a worker's process."""
+    """Mark a target that a sample lacks. Its class tells, as workers pickle samples."""
 
 
 def loss_without_targets(loss: Loss) -> Loss:
-    """Return a loss that is of the outputs alone where targets are (N, 0)."""
+    """Return a loss that ignores targets of shape (N, 0)."""
 
     def compute(output: Tensor, target: Any) -> LossValue:
         targets = target.values() if isinstance(target, Mapping) else (target,)

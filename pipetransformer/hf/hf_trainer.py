@@ -1,4 +1,4 @@
-"""Train by transformers.Trainer's interface; whatever trains is our Trainer."""
+"""Offer transformers.Trainer's interface; our Trainer does the training."""
 
 from __future__ import annotations
 
@@ -38,13 +38,10 @@ from pipetransformer.hf.pretrained_checkpoints import pretrained
 from pipetransformer.hf.script_loss import ScriptLoss
 from pipetransformer.hf.training_arguments import (
     optimizer_of,
+    refuse_arguments,
     refuse_given,
-    refuse_more_outputs,
-    refuse_other_labels,
     refuse_overrides,
     refuse_own_loss,
-    refuse_shares,
-    refuse_unknown,
     refuse_unselected,
     settings_of,
     why_missing,
@@ -55,35 +52,34 @@ from pipetransformer.trainer import Trainer
 _MADE_OF = (
     "model", "train_dataset", "eval_dataset", "data_collator", "preprocess_logits_for_metrics",
 )  # fmt: skip
-"""Attributes of which our Trainer is made."""
+"""Attributes that our Trainer is made with; a script may set them until then."""
 
 _OVERRIDABLE = ("evaluate", "evaluation_loop")
-"""What a subclass may evaluate by in its own way."""
+"""Methods that evaluations in a run must call if a subclass overrides them."""
 
 
 class HFTrainer(Evaluations):
     """Fine-tune a transformers model elastically, from a script written for transformers.Trainer.
 
-    Every process runs the script; nothing is started before `train`, `evaluate` or `predict`.
-    What TrainingArguments ask for is honoured or refused by name. Frozen layers and pipelines
-    follow from `freeze` and the settings.
+    Every process runs the script. Nothing is started before `train`, `evaluate` or `predict`.
+    TrainingArguments are honoured, or refused by name. Frozen layers and pipelines follow from
+    `freeze` and the settings.
 
     Args:
-        model: that an adapter knows.
+        model: known to an adapter.
         args: TrainingArguments.
-        data_collator: makes batches; pads to the longest where there is a tokenizer, else stacks.
-        train_dataset, eval_dataset: with a length; an evaluation set may be a dict of several.
+        data_collator: makes batches. By default it pads if there is a tokenizer, else it stacks.
+        train_dataset, eval_dataset: with a length; several evaluation sets are a dict.
         processing_class: a tokenizer or processor, saved beside the model.
-        compute_metrics: of a transformers EvalPrediction.
-        callbacks: of transformers; events within a step are not told.
+        compute_metrics: takes a transformers EvalPrediction.
+        callbacks: of transformers, without events within a step.
         optimizers: (None, None), as optimizers here are built over parts of a model.
-        preprocess_logits_for_metrics: makes of a batch's logits and labels what is kept of them.
+        preprocess_logits_for_metrics: (logits, labels) of a batch -> what is kept of them.
         optimizer_cls_and_kwargs: the optimizer's class and keywords; None is args.optim.
         freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
         save_pretrained_checkpoints: beside each checkpoint, write output_dir/checkpoint-STEP for
             `from_pretrained`; meanwhile training waits.
-        settings: further fields of `TrainConfig`, and `loss_fn`; they win over what args stand
-            for.
+        settings: further fields of `TrainConfig`, and `loss_fn`; they win over args.
     Raises:
         TypeError, ValueError: something is asked for that is not honoured; see our Trainer.
     """
@@ -112,19 +108,15 @@ class HFTrainer(Evaluations):
         save_pretrained_checkpoints: bool = False,
         **settings: Any,
     ) -> None:
-        unhonoured = {
-            "model_init": model_init,
-            "compute_loss_func": compute_loss_func,
-            "optimizers": None if tuple(optimizers) == (None, None) else optimizers,
-        }
-        refuse_given(unhonoured)
+        refuse_given(
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizers=None if tuple(optimizers) == (None, None) else optimizers,
+        )
         if model is None or args is None:
             raise ValueError("model and args are needed; give both")
         refuse_overrides(type(self), HFTrainer)
-        refuse_unknown(args)
-        refuse_more_outputs(model)
-        refuse_other_labels(args, model)
-        refuse_shares(args, settings)
+        refuse_arguments(args, model, settings)
         if save_pretrained_checkpoints and args.save_strategy == "no":
             raise ValueError(
                 "save_pretrained_checkpoints=True, but save_strategy is 'no'; give another one, "
@@ -142,17 +134,17 @@ class HFTrainer(Evaluations):
             [*reporting, *(callbacks or [])],
             model=model,
             processing_class=processing_class,
+            writes_pretrained=save_pretrained_checkpoints,
         )
-        self._bridge.writes_pretrained = save_pretrained_checkpoints
         self._freeze, self._settings = freeze, settings
         self._optimizer = optimizer_of(args, model, optimizer_cls_and_kwargs)
-        if self.is_world_process_zero():  # A script may write there though nothing is trained.
+        if self.is_world_process_zero():  # A script may write there before anything is trained.
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._trainer: Trainer | None = None
         self._script_loss: ScriptLoss | None = None
         self._made_of: dict[str, Any] = {}
 
-    if not TYPE_CHECKING:  # Or any name would be known to a checker.
+    if not TYPE_CHECKING:  # Else a type checker would accept any name.
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(why_missing(type(self), name))
@@ -163,9 +155,9 @@ class HFTrainer(Evaluations):
         """Train to the end.
 
         Args:
-            resume_from_checkpoint: True, or output_dir or its newest checkpoint, goes on from
-                there; that of step 12 is checkpoint-12, too. None begins anew, in place of a run
-                in output_dir that is over.
+            resume_from_checkpoint: True, output_dir or its newest checkpoint (step-00000012 or
+                checkpoint-12) goes on from there. None begins anew, and replaces a run in
+                output_dir that is over.
         Raises:
             ValueError: there is no training set, another folder or an older checkpoint is named,
                 or something was changed since `evaluate` or `predict` were called.
@@ -195,10 +187,10 @@ class HFTrainer(Evaluations):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of the model itself; a subclass may compute another of its outputs.
+        """Return the model's own loss; a subclass may compute another one.
 
         Args:
-            model: hands over the logits of the stages, and with labels the model's own loss.
+            model: a callable that returns the stages' logits and, with labels, the model's loss.
             inputs: the targets.
         """
         outputs = model(**inputs)
@@ -209,7 +201,7 @@ class HFTrainer(Evaluations):
         self._begun().save_pretrained(output_dir or self.folder, self.processing_class)
 
     def log(self, logs: dict[str, float]) -> None:
-        """Take down numbers at this step, with its epoch, and tell the callbacks of them.
+        """Add numbers to the log at this step, with its epoch, and tell callbacks.
 
         Raises:
             ValueError: `compute_loss` calls it.
@@ -240,13 +232,13 @@ class HFTrainer(Evaluations):
         return bool(self.state.is_local_process_zero)
 
     def create_model_card(self, **facts: Any) -> None:
-        """Write output_dir/README.md on rank 0; arguments are those of transformers."""
+        """Write output_dir/README.md on rank 0; arguments are transformers'."""
         if self.is_world_process_zero():
             card = TrainingSummary.from_trainer(self, **facts).to_model_card()
             Path(self.folder, "README.md").write_text(card, encoding="utf-8")
 
     def close(self) -> None:
-        """Leave the other processes; without it that is done at the script's end."""
+        """Leave the other processes; the script's end does so, too."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             atexit.unregister(self._close_at_exit)
@@ -259,7 +251,11 @@ class HFTrainer(Evaluations):
         trains: bool = False,
         stand_in: SizedDataset | None = None,
     ) -> Trainer:
-        """Return our Trainer, made when it is first needed."""
+        """Return our Trainer, made at the first call.
+
+        Args:
+            stand_in: data set to measure with, if the script has given none.
+        """
         if self._trainer is None:
             known = (self.train_dataset, self.eval_dataset, stand_in)
             usable = (one for one in known if not isinstance(one, Mapping | None))
@@ -274,7 +270,7 @@ class HFTrainer(Evaluations):
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Have `evaluate` called where one is due, if our Trainer cannot evaluate."""
+        """Call `evaluate` at due evaluations if our Trainer does not evaluate by itself."""
         self._trains = True
         self._bridge.evaluate = self.evaluate if self._evaluates_itself() else None
         try:
@@ -283,16 +279,16 @@ class HFTrainer(Evaluations):
             self._bridge.evaluate, self._trains = None, False
 
     def _given(self) -> dict[str, Any]:
-        """Return what a Trainer of ours is made of."""
+        """Return what our Trainer is made with, as it is now."""
         return {**{name: getattr(self, name) for name in _MADE_OF}, "args": self.args.to_dict()}
 
     def _refuse_changed(self, *, trains: bool) -> None:
-        """Raise a ValueError for what was exchanged since our Trainer was made."""
+        """Raise a ValueError for attributes that were set since our Trainer was made."""
         given, before = self._given(), self._made_of
         same = {name: value is before[name] for name, value in given.items()}
         same["args"] = given["args"] == before["args"]
         if not trains or self.args.eval_strategy == "no":
-            del same["eval_dataset"]  # `evaluate` takes what there is by then.
+            del same["eval_dataset"]  # `evaluate` reads it at each call.
         if changed := [name for name, is_same in same.items() if not is_same]:
             raise ValueError(
                 f"{', '.join(changed)} is not what the first train, evaluate or predict began "
@@ -325,7 +321,8 @@ class HFTrainer(Evaluations):
                 **settings,
                 "callbacks": [self._bridge],
                 "collate_fn": collate,
-                # One may be set until training begins.
+                # A script may still set one before `train`, so a Trainer that was made earlier
+                # is always able to judge.
                 "compute_metrics": self._judge if self.compute_metrics or not trains else None,
                 "preprocess_logits_for_metrics": (
                     self._preprocess if self.preprocess_logits_for_metrics else None
@@ -337,7 +334,7 @@ class HFTrainer(Evaluations):
         )
 
     def _evaluated_in_a_run(self) -> Any:
-        """Return the data set that our Trainer evaluates by itself, if it can."""
+        """Return the data set that our Trainer evaluates by itself, if any."""
         dataset: Any = self.eval_dataset
         if self._evaluates_itself() or isinstance(dataset, Mapping | None):
             return None
@@ -357,8 +354,8 @@ class HFTrainer(Evaluations):
                 f"eval_strategy is {getattr(strategy, 'value', strategy)!r}, but there is no "
                 "eval_dataset; give one, or leave eval_strategy out"
             )
-        methods = ((getattr(kind, n) for n in _OVERRIDABLE) for kind in (type(self), Evaluations))
-        is_overridden = any(own is not usual for own, usual in zip(*methods, strict=True))
+        kind = type(self)
+        is_overridden = any(getattr(kind, n) is not getattr(Evaluations, n) for n in _OVERRIDABLE)
         is_one = not isinstance(self.eval_dataset, Mapping)
         return is_overridden or not is_one or not self._is_labelled(self.eval_dataset)
 
@@ -375,18 +372,19 @@ class HFTrainer(Evaluations):
         return Loss(self._script_loss)
 
     def _write_best(self, trainer: Trainer) -> None:
-        """Write the best model, which `fit` has ended with, for `from_pretrained`. Collective."""
+        """Write the best model, with which `fit` ended, for `from_pretrained`. Collective."""
         config = trainer.config
         if config.load_best_model_at_end and trainer.report.best_step is not None:
-            # Beside the weights from which a run that goes on takes the best.
+            # This folder also holds the best weights for a run that goes on.
             folder = Path(str(config.folder), BEST_FOLDER)
             trainer.save_pretrained(folder, self.processing_class)
             self.state.best_model_checkpoint = str(folder)
 
     def _replaces(self, settings: Mapping[str, Any]) -> Literal["replace", False]:
-        """Replace a run that is over, or has saved nothing, as transformers' Trainer does.
+        """Return the setting `resume` of a run that begins anew.
 
-        One that could go on is refused.
+        A run that is over or saved nothing is replaced, as in transformers. A run that could go on
+        is not: our Trainer refuses its folder.
         """
         folder = {**settings, **self._settings}["folder"]
         if folder is None:
@@ -396,7 +394,7 @@ class HFTrainer(Evaluations):
 
     def _resumes(self, given: str | PathLike[str] | bool | None) -> bool:
         """Tell whether a run goes on; a folder must be the run's own."""
-        as_words = {"true": True, "false": False}  # As a command line has them.
+        as_words = {"true": True, "false": False}  # As command lines give them.
         if isinstance(given, str) and given.lower() in as_words and not Path(given).exists():
             return as_words[given.lower()]
         if given is None or isinstance(given, bool):
@@ -404,7 +402,7 @@ class HFTrainer(Evaluations):
         output = Path(self.folder).resolve()
         saved = output / CHECKPOINTS
         newest = [folder.resolve() for folder in published(saved)[:1]] if saved.exists() else []
-        # As transformers names them, whether they were also written so or not.
+        # Names that transformers would give them, whether such folders were written or not.
         named = [output / f"checkpoint-{int(one.name.split('-')[1])}" for one in newest]
         usable = (output, saved, *newest, *named, *pretrained(output)[-1:] * len(newest))
         if Path(given).resolve() not in usable:
@@ -422,7 +420,7 @@ class HFTrainer(Evaluations):
 
 
 def _usual_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    """Return what pads to the longest where there is a tokenizer, and else stacks."""
+    """Return a collator that pads to the longest if there is a tokenizer, else stacks."""
     kinds = transformers.PreTrainedTokenizerBase, SequenceFeatureExtractor
     pads = isinstance(processing_class, kinds)
     return DataCollatorWithPadding(processing_class) if pads else default_data_collator

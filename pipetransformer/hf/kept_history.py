@@ -1,12 +1,12 @@
-"""Keep what a run has logged, so that one that goes on from its checkpoint has it, too.
+"""Keep a run's log, for a run that goes on from its checkpoint.
 
 file                read by                       written
 trainer_state.json  other programs                as transformers writes it
 log_history.json    the run that goes on          with its own SHA-256
-records.jsonl       the same, for what is         by our Trainer, at every step
-                    not in log_history.json
+records.jsonl       the same, for steps that      by our Trainer, at every step
+                    log_history.json lacks
 
-A damaged `trainer_state.json` so costs a run nothing.
+So a damaged `trainer_state.json` costs a run nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def keep_history(folder: Path, state: TrainerState, *, is_over: bool = False) -> None:
-    """Write what was logged so far, and whether the run is over; where the disk is full, warn."""
+    """Write the log so far, and whether the run is over; if that fails, warn."""
     text = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
     kept = {"step": state.global_step, "history": state.log_history, "is_over": is_over}
     try:
@@ -59,20 +59,20 @@ def was_over(folder: Path) -> bool:
 
 
 def forget_history(folder: Path) -> None:
-    """Remove what a run before has logged, which a new one replaces."""
+    """Remove the log of a run that is replaced."""
     (folder / HISTORY_FILE).unlink(missing_ok=True)
 
 
 def kept_history(
     folder: Path, step: int, *, logs_at: LogsAt, num_samples: int, batch: int
 ) -> list[Entry]:
-    """Return what was logged until a step, from the records where it was not kept.
+    """Return the log up to a step; entries that were not kept are made from the records.
 
-    Records lack what a script logged by itself. Where they are needed as what was kept is damaged
-    or missing, this warns.
+    Records lack what the script itself logged. If the kept log is damaged or missing, this warns.
 
     Args:
-        num_samples, batch: of an epoch, and of a step.
+        num_samples: of an epoch.
+        batch: samples of a step.
     """
     kept_step, kept = 0, list[Entry]()
     try:
@@ -87,14 +87,14 @@ def kept_history(
             error,
         )
     history = [entry for entry in kept if entry["step"] <= step]
-    if kept_step < step:  # Killed after the checkpoint was complete, and before this was written.
+    if kept_step < step:  # Killed between the checkpoint's completion and this file's writing.
         recorded = _recorded(folder, logs_at, num_samples, batch)
         history += [entry for entry in recorded if kept_step < entry["step"] <= step]
     return history
 
 
 def _recorded(folder: Path, logs_at: LogsAt, num_samples: int, batch: int) -> Iterator[Entry]:
-    """Yield what was logged, as the records of steps and evaluations have it."""
+    """Yield the log as the records of steps and evaluations have it."""
     try:
         records = latest_branch(read_records(folder / RECORDS_FILE))
     except ValueError as error:
@@ -105,7 +105,7 @@ def _recorded(folder: Path, logs_at: LogsAt, num_samples: int, batch: int) -> It
     for record in records:
         if record["kind"] == "step":
             step, losses = record["step"] + 1, [*losses, _number(record["loss"])]
-            begins = record["epoch"] >= epoch  # Then the step before ended one.
+            begins = record["epoch"] >= epoch  # The step before has ended an epoch.
             done = record["samples"] + (0 if begins else done)
             left = -(-(num_samples - done) // batch)
             epoch = record["epoch"] + (per_epoch - left) / per_epoch
@@ -128,5 +128,5 @@ def _recorded(folder: Path, logs_at: LogsAt, num_samples: int, batch: int) -> It
 
 
 def _number(recorded: float | None) -> float:
-    """Return a number as it was before it was recorded, where null stands for no finite one."""
+    """Return a recorded number; records hold null for NaN and infinities."""
     return math.nan if recorded is None else recorded

@@ -18,12 +18,12 @@ from pipetransformer.errors import CorruptCheckpointError
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MARK = "pipetransformer_checkpoint"
-"""A file of a folder that was written here: others are not removed."""
+"""A file that marks our folders; others are never removed."""
 _LOGGER = logging.getLogger(__name__)
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step after which a folder is named, or None for another name."""
+    """Return the step in a folder's name, or None for another name."""
     match = _FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -31,13 +31,13 @@ def step_of(folder: Path) -> int | None:
 def write_pretrained(
     checkpoint: Path, output_dir: Path, model: Any, processing_class: Any, *, keep: int
 ) -> None:
-    """Write the weights of a checkpoint; where that cannot be, warn, as training goes on.
+    """Write the weights of a checkpoint; if that fails, warn and let training go on.
 
     Args:
         output_dir: gets the folder.
-        model: says what its configuration is.
+        model: has the configuration.
         processing_class: a tokenizer or a processor to be saved beside it, or None.
-        keep: how many stay, of those that were written so.
+        keep: how many of these folders stay.
     """
     made = output_dir / f"tmp-{checkpoint.name}"
     try:
@@ -54,7 +54,7 @@ def write_pretrained(
         shutil.rmtree(made, ignore_errors=True)
         return
     own = pretrained(output_dir)
-    # Those of later steps are of a run that went back before them.
+    # Folders of later steps are of a run that has since gone back to an earlier checkpoint.
     until = [one for one in own if (step_of(one) or 0) <= saved.step]
     for old in own:
         if old not in until[-keep:]:
@@ -62,13 +62,13 @@ def write_pretrained(
 
 
 def pretrained(output_dir: Path) -> list[Path]:
-    """List what was written so, the oldest step first."""
+    """List the folders written here, the oldest step first."""
     own = [one for one in output_dir.glob("checkpoint-*") if _is_own(one)]
     return sorted(own, key=lambda one: step_of(one) or 0)
 
 
 def clear_pretrained(output_dir: Path) -> None:
-    """Remove what was written so, by a run that is replaced."""
+    """Remove the folders of a run that is replaced."""
     for old in pretrained(output_dir):
         shutil.rmtree(old, ignore_errors=True)
 

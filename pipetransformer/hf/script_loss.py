@@ -1,4 +1,4 @@
-"""Take the loss that a subclass computes in `compute_loss`, and call it as a pipeline can.
+"""Call a subclass's `compute_loss` on the last stage of a pipeline.
 
 in transformers                   here, on the last stage alone
 inputs: all that the model takes  the targets
@@ -24,15 +24,15 @@ from autopipe.loss import Loss, LossValue
 class ScriptLoss:
     """Call a subclass's `compute_loss` on logits and targets.
 
-    Like any function that nobody knows, it is probed whether its parts join to the whole.
+    Like any unknown loss function, it is probed whether its parts join to the whole.
 
     Args:
         compute_loss: the bound method.
-        model: the whole one; its parameters are no part of a loss here.
-        own: the model's own loss, which `model(**inputs).loss` stands for.
+        model: the whole model; its parameters must not enter the loss.
+        own: the model's own loss, returned by `model(**inputs).loss`.
         targets: their names.
     Attributes:
-        is_computing: whether it is in `compute_loss`.
+        is_computing: whether `compute_loss` is being called.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class ScriptLoss:
         own: Loss,
         targets: tuple[str, ...],
     ) -> None:
-        # Weak, as whoever looks through a loss for numbers is not to look through a data set.
+        # Weak: checks search a loss for numbers, and must not reach the Trainer's data set.
         self._compute: weakref.ref[Any] = weakref.WeakMethod(compute_loss)
         self._model, self._own, self._targets = weakref.ref(model), own, targets
-        # Nobody counts a batch's items here; parts are joined by their own counts.
+        # None, as a batch's items are not counted here; parts are joined by their own counts.
         asked = inspect.signature(compute_loss).parameters.get("num_items_in_batch")
         needs = asked is not None and asked.default is asked.empty
         self._more: dict[str, Any] = {"num_items_in_batch": None} if needs else {}
@@ -57,7 +57,7 @@ class ScriptLoss:
         """Return the mean over samples, or (sum, count), as `compute_loss` does.
 
         Raises:
-            ValueError: it needs more than logits and targets.
+            ValueError: `compute_loss` needs more than logits and targets.
         """
         compute, model = self._compute(), self._model()
         assert compute is not None and model is not None, "a run does not outlive its Trainer"
@@ -69,7 +69,7 @@ class ScriptLoss:
         finally:
             self.is_computing = False
         if isinstance(value, tuple) and isinstance(value[1], ModelOutput):
-            value = value[0]  # It returns them unasked.
+            value = value[0]  # It returned outputs though return_outputs is False.
         if forward.num_calls != 1:
             raise ValueError(
                 f"{self.__qualname__} calls the model it is given {forward.num_calls} times, but "
@@ -77,7 +77,7 @@ class ScriptLoss:
                 "call, or train with transformers.Trainer"
             )
         if forward.value is not None and value is forward.mean:
-            return forward.value  # With its count, so that ignored targets stay exact.
+            return forward.value  # (sum, count): parts with ignored targets then join exactly.
         self._refuse_parameters(value, model, before)
         found: LossValue = value
         return found
@@ -86,7 +86,7 @@ class ScriptLoss:
         """Refuse a loss of the parameters themselves, most of which other ranks hold.
 
         Args:
-            below: what has computed the logits, where the loss's own graph ends.
+            below: the graph's node that computed the logits, where the loss's own graph ends.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         parts = value if isinstance(value, tuple) else (value,)
@@ -107,12 +107,12 @@ class ScriptLoss:
 
 
 def answers_questions(model: Any) -> bool:
-    """Tell whether a model returns the starts and the ends of answers, two outputs of one here."""
+    """Tell whether a model returns start and end logits, which are one (..., 2) output here."""
     return any(kind.__name__.endswith("ForQuestionAnswering") for kind in type(model).__mro__)
 
 
 class _Targets(UserDict[str, Any]):
-    """Hold what of a batch's inputs reaches the loss; what does not is refused, not missing."""
+    """Hold a batch's inputs that reach the loss; others are refused, not just missing."""
 
     def __init__(self, entries: Mapping[str, Any], asks: str) -> None:
         self._known, self._asks = tuple(entries), asks
@@ -149,7 +149,7 @@ class _Forward:
     def __call__(self, **inputs: Any) -> Any:
         self.num_calls += 1
         given = {name: inputs[name] for name in self._targets if name in inputs}
-        if len(given) == len(self._targets):  # With them a model returns its loss, too.
+        if len(given) == len(self._targets):  # With all targets a model also returns its loss.
             target = given if len(given) > 1 else given[self._targets[0]]
             value = self.value = self._own(self._output, target)
             self.mean = value[0] / value[1] if isinstance(value, tuple) else value

@@ -1,7 +1,4 @@
-"""Read transformers' TrainingArguments: what is honoured, changes nothing, or is refused.
-
-Refuse what a script gives beside its TrainingArguments, and would not get.
-"""
+"""Read transformers' TrainingArguments, and refuse what a script would not get."""
 
 from __future__ import annotations
 
@@ -38,15 +35,25 @@ _KNOWN = """
     ddp_backend hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision
     use_cache torch_empty_cache_steps label_names
 """.split()  # noqa: SIM905
-"""Fields that `settings_of` reads, or the Trainer itself; then those that a script or a callback
-reads, that choose among ways to the same numbers, or that matter only with one that is refused:
-docs/from-transformers.md lists them. `label_names` may say what the model has as its targets."""
+"""Fields that are honoured, above the empty line; below it those without an effect on training.
+
+Scripts or callbacks read them, they choose among ways to the same numbers, or they matter only
+with a field that is refused. docs/from-transformers.md lists them. `label_names` must be the
+model's own targets."""
 
 _CHOICES = {
     "save_strategy": ("no", "steps", "epoch"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
 }
 _KEEP_ALL = 1_000_000
+
+
+def refuse_arguments(args: TrainingArguments, model: Any, settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError for arguments that would not be honoured for a model, beside settings."""
+    refuse_unknown(args)
+    _refuse_more_outputs(model)
+    _refuse_other_labels(args, model)
+    _refuse_shares(args, settings)
 
 
 def refuse_unknown(args: TrainingArguments) -> None:
@@ -74,7 +81,7 @@ def settings_of(
 
     Args:
         args: checked by `refuse_unknown`.
-        optimizer: whose rate need not be `args.learning_rate`.
+        optimizer: its learning rate need not be `args.learning_rate`.
     """
     # As many samples an update as with transformers on as many devices.
     per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -83,7 +90,7 @@ def settings_of(
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     ends_within = args.max_steps > 0 or not float(args.num_train_epochs).is_integer()
     settings = {
-        # Each has a step at least, whatever the batch with which a run is resumed.
+        # An epoch has at least one step, so this many epochs reach max_steps with any batch.
         "epochs": args.max_steps if args.max_steps > 0 else -(-steps // per_epoch),
         "max_steps": steps if ends_within else None,
         "global_batch_size": global_batch_size,
@@ -104,7 +111,7 @@ def settings_of(
         "prefetch_factor": args.dataloader_prefetch_factor or 2,
         "pin_memory": args.dataloader_pin_memory,
         "remove_unused_columns": args.remove_unused_columns,
-        # Below 1 keeps all, as there.
+        # Below 1 keeps all, as in transformers.
         "keep_checkpoints": limit if (limit := args.save_total_limit or 0) > 0 else _KEEP_ALL,
     }
     settings |= _every("checkpoint", args.save_strategy, args.save_steps, steps)
@@ -124,11 +131,11 @@ def optimizer_of(
     """Return a factory of the optimizer that transformers would build, over parts of the model.
 
     Args:
-        args: name it, where none is given.
-        model: whose biases and norms do not decay, as transformers counts them.
+        model: its biases and norms do not decay, as in transformers.
+        given: the optimizer's class and keywords; None is args.optim.
     """
     kind, keywords = given or Trainer.get_optimizer_cls_and_kwargs(args, model)
-    # It needs nothing of a Trainer, and is no function of its own.
+    # It is a method, but uses nothing of a Trainer.
     without: Any = None
     decaying = set(Trainer.get_decay_parameter_names(without, model))
 
@@ -149,25 +156,26 @@ def optimizer_of(
 def _schedule_of(args: TrainingArguments, optimizer: OptimizerFactory) -> Any:
     name = transformers.SchedulerType(args.lr_scheduler_type).value
     warmup = 0 if name == "constant" else args.warmup_steps
+    # The rate is in the optimizer's keywords or defaults, so one is built to be asked.
     begun = optimizer([("weight", nn.Parameter(torch.zeros(2, 2)))])
     rate = float(begun.param_groups[0]["lr"])
     options: Any = args.lr_scheduler_kwargs or {}
-    # A share stays one, of the run that settings may make longer.
+    # A share stays a share, as settings may make the run longer.
     warmup = float(warmup) if warmup < 1 else int(warmup)
     return named_schedule(name, warmup=warmup, learning_rate=rate, **options)
 
 
 def _every(what: str, strategy: Any, given: float | None, steps: int) -> dict[str, int]:
-    """Return how often something is done, as our settings say it."""
+    """Return our settings for how often something is done."""
     every = 0
     if strategy == "steps" and given is not None:
-        # A share of the run, below 1, is transformers' other way to say it.
+        # Below 1 transformers takes it as a share of the run.
         every = math.ceil(steps * given) if given < 1 else int(given)
     return {f"{what}_every_epochs": int(strategy == "epoch"), f"{what}_every_steps": every}
 
 
 def _order_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
-    """Return in which order samples come: transformers' own, for the same seed."""
+    """Return the setting of the sample order: transformers' own, for the same seed."""
     if args.train_sampling_strategy == "group_by_length":
         if args.data_seed not in (None, args.seed):
             raise ValueError(
@@ -188,7 +196,7 @@ def _order_of(args: TrainingArguments, num_samples: int) -> dict[str, Any]:
 
 
 _OF_INSTANCES = ("accelerator", "lr_scheduler", "model_wrapped", "optimizer")
-"""What transformers' Trainer has once it is made; its class does not."""
+"""Attributes of instances of transformers' Trainer that its class lacks."""
 _STAGES = "each stage has its own; give args.optim or optimizer_cls_and_kwargs"
 _HUB = "call save_model(), and upload the folder"
 _INSTEAD = {
@@ -199,8 +207,8 @@ _INSTEAD = {
 }
 
 
-def refuse_more_outputs(model: Any) -> None:
-    """Refuse a model that would return more than the logits, of which predictions would lack."""
+def _refuse_more_outputs(model: Any) -> None:
+    """Refuse a model that returns more than logits; predictions would lack the rest."""
     config = getattr(model, "config", None)
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config, name, False):
@@ -210,8 +218,8 @@ def refuse_more_outputs(model: Any) -> None:
             )
 
 
-def refuse_other_labels(args: TrainingArguments, model: Any) -> None:
-    """Refuse names of labels, of which predictions would hold others or in another order."""
+def _refuse_other_labels(args: TrainingArguments, model: Any) -> None:
+    """Refuse label names that differ, or differ in order, from those that predictions hold."""
     if args.label_names is None:
         return
     given, own = list(args.label_names), list(adapt(model).targets)
@@ -222,8 +230,8 @@ def refuse_other_labels(args: TrainingArguments, model: Any) -> None:
         )
 
 
-def refuse_shares(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
-    """Refuse intervals that are shares of the arguments' run, where settings make another one."""
+def _refuse_shares(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
+    """Refuse intervals as shares of the arguments' run, if settings change the run's length."""
     changed = sorted({"epochs", "max_steps", "global_batch_size"} & settings.keys())
     for name in ("eval_steps", "save_steps", "logging_steps"):
         if changed and 0 < (getattr(args, name) or 0) < 1:
@@ -233,9 +241,9 @@ def refuse_shares(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_unselected(args: TrainingArguments, settings: Mapping[str, Any]) -> None:
-    """Refuse to choose the best of evaluations that are the script's own."""
+    """Refuse to choose the best evaluation if evaluations are calls of `evaluate`."""
     chosen = [n for n in ("metric_for_best_model", "load_best_model_at_end") if getattr(args, n)]
-    chosen += [n for n in ("early_stopping_patience",) if settings.get(n)]
+    chosen += ["early_stopping_patience"] * bool(settings.get("early_stopping_patience"))
     if chosen:
         raise ValueError(
             f"{', '.join(chosen)} cannot be honoured, as evaluations in the run are calls of "
@@ -255,7 +263,7 @@ def refuse_own_loss(args: TrainingArguments, loss_fn: Any) -> None:
 
 
 def refuse_overrides(kind: type, parent: type) -> None:
-    """Refuse methods of transformers' Trainer in a subclass that training would not call."""
+    """Refuse a subclass's methods of transformers' Trainer that training would not call."""
     defined = {name for base in kind.__mro__ if base not in parent.__mro__ for name in vars(base)}
     called = {
         "train", "evaluate", "predict", "evaluation_loop", "compute_loss", "create_model_card",
@@ -273,7 +281,7 @@ def refuse_overrides(kind: type, parent: type) -> None:
 
 
 def why_missing(kind: type, name: str) -> str:
-    """Return the text of an AttributeError, and for what transformers' Trainer has, why."""
+    """Return the text of an AttributeError, with the reason if transformers' Trainer has it."""
     text = f"{kind.__name__!r} object has no attribute {name!r}"
     if name.startswith("_") or not (hasattr(transformers.Trainer, name) or name in _OF_INSTANCES):
         return text
@@ -281,8 +289,8 @@ def why_missing(kind: type, name: str) -> str:
     return f"{text}: {why}; docs/from-transformers.md lists what is there"
 
 
-def refuse_given(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that would be left aside."""
+def refuse_given(**arguments: Any) -> None:
+    """Refuse arguments that would have no effect."""
     given = sorted(name for name, value in arguments.items() if value is not None)
     if given:
         raise ValueError(

@@ -1,13 +1,13 @@
-"""Choose the sublayers to measure: all, or of those that compute the same a few for all.
+"""Choose the sublayers to time: all, or a few of each kind.
 
-A Transformer's blocks are alike, and measuring each takes as many times longer as there are.
+A Transformer's blocks are alike, so a large model is measured by some of its blocks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,14 +17,53 @@ from torch import nn
 from autodp import broadcast_json, gather_json
 from autopipe.profile import SublayerCost, chain_bytes
 from pipetransformer.feed import Batch
-from pipetransformer.measure.stretches import run_spans
+from pipetransformer.measure.spans import run_spans
 from pipetransformer.model import Task
 from pipetransformer.processes import World
 
 _WHOLE_S = 0.2
-"""Seconds of a round beyond which not all sublayers are timed, but some of each kind."""
+"""Seconds of a round beyond which only some sublayers of each kind are timed."""
 
 _OF_A_KIND = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold which sublayers are timed, for all of their kind.
+
+    Args:
+        everyone: all sublayers, with names, layers and bytes, without times.
+        kinds: a number for each of them.
+        timed: indices, ascending.
+    """
+
+    everyone: Sequence[SublayerCost]
+    kinds: Sequence[int]
+    timed: Sequence[int]
+
+    def within(self, spans: Sequence[range]) -> tuple[tuple[int, ...], ...]:
+        """Return the timed sublayers of each span that has any."""
+        parts = (tuple(index for index in self.timed if index in span) for span in spans)
+        return tuple(part for part in parts if part)
+
+    def given_to_all(self, costs: Sequence[SublayerCost]) -> tuple[SublayerCost, ...]:
+        """Return every sublayer's cost: the median of its kind.
+
+        Args:
+            costs: measured, of the timed sublayers.
+        """
+        measured = [f.name for f in fields(SublayerCost) if f.name[-2:] == "_s"] + ["spread"]
+        found = [(self.kinds[index], cost) for index, cost in zip(self.timed, costs, strict=True)]
+        whole = []
+        for kind, own in zip(self.kinds, self.everyone, strict=True):
+            same = [cost for one, cost in found if one == kind]
+            times: dict[str, Any] = {
+                name: tuple(np.median([getattr(cost, name) for cost in same], axis=0).tolist())
+                for name in measured
+            }
+            saved, output = same[0].saved_bytes, same[0].output_bytes
+            whole.append(replace(own, **times, saved_bytes=saved, output_bytes=output))
+        return tuple(whole)
 
 
 def choose_sublayers(
@@ -32,20 +71,20 @@ def choose_sublayers(
     world: World,
     cut: Callable[[int], Batch],
     spans_of: Mapping[int, Sequence[range]],
-) -> tuple[list[SublayerCost], list[int], tuple[int, ...]]:
-    """Return all sublayers without times, their kinds, and which of them to time. Collective.
+) -> Choice:
+    """Choose the sublayers to time. Collective.
 
-    That is all where it can be done soon. Some of each kind compute in warmer caches, and hide
-    that a sublayer is slower at one place than at another; live steps correct the former.
+    All are timed if that is quick. A few compute in warmer caches, which live steps correct. They
+    also hide that a sublayer is slower at one place than at another.
     """
     smallest = min(spans_of)
     spans, batch = spans_of[smallest], cut(smallest)
-    gather_json(None, group=world.group)
+    gather_json(None, group=world.group)  # A barrier: all ranks compute at once, as in training.
     start = time.perf_counter()
     found = run_spans(
         task, world.device, spans, [batch], lambda subs, inputs: chain_bytes(subs, inputs[0])
     )
-    # Forwards alone: with backwards, and once more without gradients, it takes four times as long.
+    # These were forwards. Backwards, and forwards without gradients, take three times as long.
     own_s = 4 * (time.perf_counter() - start) / smallest
     sublayers, rows = task.model.sublayers, list(chain.from_iterable(found))
     everyone = [
@@ -54,24 +93,19 @@ def choose_sublayers(
     ]
     every = tuple(range(len(sublayers)))
     kinds = kinds_of([sublayer.module for sublayer in sublayers], rows)
+    # Ranks agree on the slowest one's time, so that all choose alike.
     round_s = max(gather_json(own_s, group=world.group)) * sum(spans_of)
     if round_s <= _WHOLE_S:
-        return everyone, list(every), every
+        return Choice(everyone, every, every)
     few = few_of(kinds, most=_OF_A_KIND)
-    return everyone, kinds, tuple(broadcast_json(few, group=world.group))
-
-
-def within(spans: Sequence[range], chosen: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return what was chosen of each span, if anything was."""
-    parts = (tuple(index for index in chosen if index in span) for span in spans)
-    return tuple(part for part in parts if part)
+    return Choice(everyone, kinds, broadcast_json(few, group=world.group))
 
 
 def kinds_of(modules: Sequence[nn.Module], rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return a number for each sublayer, equal where modules, tensors and activations look equal.
 
     Args:
-        modules: the sublayers', bottom first.
+        modules: bottom first.
         rows: what `chain_bytes` has counted of each.
     """
     numbers: dict[Any, int] = {}
@@ -87,11 +121,11 @@ def few_of(kinds: Sequence[int], *, most: int) -> tuple[int, ...]:
     """Choose some sublayers of every kind that make a chain: each takes what the one below gives.
 
     Args:
-        kinds: of all sublayers.
-        most: of a kind, where the chain does not need more.
+        most: of a kind, unless the chain needs more.
     """
     chosen = {index for index, kind in enumerate(kinds) if list(kinds[:index]).count(kind) < most}
     while True:
+        # Above a gap, the chain lacks the sublayer below unless one of its kind precedes.
         lacking = {
             above - 1
             for below, above in pairwise(sorted(chosen))
@@ -100,34 +134,6 @@ def few_of(kinds: Sequence[int], *, most: int) -> tuple[int, ...]:
         if not lacking:
             return tuple(sorted(chosen))
         chosen |= lacking
-
-
-def given_to_all(
-    costs: Sequence[SublayerCost],
-    chosen: Sequence[int],
-    *,
-    kinds: Sequence[int],
-    everyone: Sequence[SublayerCost],
-) -> tuple[SublayerCost, ...]:
-    """Return every sublayer's cost: the median of those of its kind.
-
-    Args:
-        costs: measured, of the sublayers chosen.
-        chosen: their indices.
-        kinds: of all sublayers.
-        everyone: all sublayers, with names, layers and bytes of weights, gradients and buffers.
-    """
-    measured = [f.name for f in fields(SublayerCost) if f.name[-2:] == "_s"] + ["spread"]
-    whole = []
-    for kind, own in zip(kinds, everyone, strict=True):
-        same = [cost for index, cost in zip(chosen, costs, strict=True) if kinds[index] == kind]
-        times: dict[str, Any] = {
-            name: tuple(np.median([getattr(cost, name) for cost in same], axis=0).tolist())
-            for name in measured
-        }
-        saved, output = same[0].saved_bytes, same[0].output_bytes
-        whole.append(replace(own, **times, saved_bytes=saved, output_bytes=output))
-    return tuple(whole)
 
 
 def _looks_of(module: nn.Module) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ _FREE = LinkCost(0.0, float(1 << 40))
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """Hold what messages within a node and between two cost, and the seconds of an agreement."""
+    """Hold costs of messages within a node and between two, and the seconds of an agreement."""
 
     link: LinkCost
     node_link: LinkCost
@@ -37,13 +37,12 @@ class MessageTimes:
 
 
 def measure_messages(world: World, work: Callable[[], object]) -> MessageTimes:
-    """Time messages within a node, and between two; all links of a kind count as equal.
+    """Time messages within a node, and between two. Collective.
 
-    Ranks exchange messages in pairs, all at once, as stages do; rank 0's times count. Where one of
-    the kinds does not occur, the other's cost stands for it. Collective.
+    Ranks exchange messages in pairs, all at once, as stages do. Rank 0's times stand for all links
+    of a kind, and for the other kind where that does not occur.
 
     Args:
-        world: the ranks.
         work: computes as a stage does, for a few milliseconds.
     """
     if world.group is None:
@@ -59,19 +58,18 @@ def measure_messages(world: World, work: Callable[[], object]) -> MessageTimes:
 
 @dataclass(frozen=True)
 class _Work:
-    """Compute as a stage does; it is known how long that takes."""
+    """Hold work like a stage's, with the seconds that it takes by itself."""
 
     do: Callable[[], object]
     seconds: float
 
 
 def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[AllReduceCost, ...]:
-    """Time sums over the replicas of a stage, for every number of them that the world allows.
+    """Time sums over the replicas of a stage, for every number of replicas that the world allows.
 
-    All stages sum at once, as they do in training.
+    All stages sum at once, as in training. Collective.
 
     Args:
-        world: the ranks.
         num_bytes: largest sum that can occur.
         timeout_s: limit of a wait.
     """
@@ -84,15 +82,15 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
             with _stage_group(world, length, timeout_s) as group:
                 taken = [_sums_s(world, group, size) for size in sizes]
             seconds = tuple(map(statistics.median, taken))
-            # The largest of them is what most gradients are summed in.
+            # Most gradients are summed in buckets of the largest size.
             costs.append(AllReduceCost(replicas, tuple(sizes), seconds, quartiles(taken[-1])))
     return tuple(costs)
 
 
 def _agreement_s(world: World, work: _Work) -> float:
-    """Return the seconds of a sum of two numbers over the world, of which a step has two.
+    """Return the seconds of a sum of two numbers over the world; each step has two such sums.
 
-    Ranks come to it from their work, one earlier than the other.
+    Ranks come to it from their work, some earlier than others.
     """
     numbers = torch.zeros(2, dtype=torch.float64)
 
@@ -104,7 +102,7 @@ def _agreement_s(world: World, work: _Work) -> float:
 
 
 def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
-    """Time messages, there and back, between each rank and the one at a distance above it."""
+    """Time messages, there and back, between each rank and the rank at a distance above it."""
     position = world.rank % (2 * distance)
     is_lower = position < distance
     peer = world.rank + (distance if is_lower else -distance)
@@ -115,8 +113,8 @@ def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
         small_s, large_s = (statistics.median(taken) / 2 for taken in pings)
         rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
         turn_s = typical_s(partial(turn, 1, work=work.do), repeats=_TURNS)
-        # Beside the work and its way, a message costs its ends what they spend on handling it, on
-        # waking up, and on computing with caches that have gone cold.
+        # A message also costs both ends time: to handle it, to wake up, and to compute with caches
+        # that have gone cold.
         overhead_s = max(0.0, turn_s / 2 - work.seconds - small_s) / 2
         cost = LinkCost(small_s, rate, overhead_s, quartiles(pings[0]))
     agreed = broadcast_json(cost and asdict(cost), group=world.group)
@@ -131,7 +129,7 @@ def _turn(
     begins: bool,
     work: Callable[[], object] | None = None,
 ) -> None:
-    """Pass a message there and back; each end works, if it is to, before it sends."""
+    """Pass a message there and back; each end does its work, if any, before it sends."""
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
     for sends in (begins, not begins):
         if sends and work is not None:
@@ -140,7 +138,7 @@ def _turn(
 
 
 def _pass(world: World, payload: Tensor, peer: int, *, sends: bool) -> None:
-    """Send what lives on this rank's device, or receive it there, the way links do."""
+    """Send from this rank's device, or receive there, by way of host memory where links do."""
     message = payload.to(world.link_device)
     (dist.send if sends else dist.recv)(message, peer, group=world.group)
     if not sends and message is not payload:
@@ -165,13 +163,13 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
     try:
         yield own
     finally:
-        # A rank that left early would close connections that others still make.
+        # A barrier: a rank that left early would close connections that others still make.
         gather_json(None, group=world.group)
         dist.destroy_process_group(own)
 
 
 def _sums_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> list[float]:
-    """Time what a stage does with gradients of so many bytes: copy, sum, and put in place."""
+    """Time a stage's sum of gradients of a size: copy, sum, and put in place."""
     parameter = nn.Parameter(torch.zeros(num_bytes // 4, device=world.device))
     ranks = dist.get_process_group_ranks(group)
     on_one_node = world.topology(1).is_on_one_node(ranks)

@@ -1,6 +1,6 @@
 """Measure, on the live devices, what the planner needs to know.
 
-It takes a few seconds before the first step. From then on steps are the measurement.
+It takes a few seconds before the first step; later, steps themselves correct the costs.
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ from autopipe.profile import (
 )
 from autopipe.profile import merge as merge_profiles
 from pipetransformer.feed import Batch
-from pipetransformer.measure.kinds import choose_sublayers, given_to_all, within
+from pipetransformer.measure.kinds import choose_sublayers
 from pipetransformer.measure.link_times import MessageTimes, measure_messages, measure_sums
 from pipetransformer.measure.reading_times import measure_rows, measure_samples
-from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
-from pipetransformer.measure.sublayer_times import measure_company, measure_update, time_alone
-from pipetransformer.measure.touched_rows import untouched_bytes
+from pipetransformer.measure.spans import Need, cut_spans, forward, run_spans, sublayer_needs
+from pipetransformer.measure.sublayer_times import (
+    measure_company,
+    measure_update,
+    time_alone,
+    untouched_bytes,
+)
 from pipetransformer.model import Task
 from pipetransformer.processes import World, free_bytes, tightest
 
 _BUDGET_S = 1.5
-"""Seconds that timing the sublayers may take, beyond which larger micro-batches are left out."""
+"""Seconds that timing the sublayers may take; larger micro-batches are left out beyond it."""
 
 _MOST_ROUNDS = 5
 
 _SHRINKS = (4, 2, 0)
-"""Halvings of the largest micro-batch to the sizes that are measured: a line needs no more."""
+"""Halvings of the largest micro-batch, to the sizes that are measured."""
 
 _WORK_S = 0.01
-"""What is computed between two messages while links are timed: enough to leave caches cold."""
+"""Seconds computed between two messages while links are timed, so that caches go cold."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,12 @@ class Measurements:
 
     Args:
         profile: costs of sublayers, links and the rest.
-        cache_bytes_per_s: at which cached rows are read from the node's store to this device; on a
-            GPU by a thread, as it happens beside a step.
-        cache_write_bytes_per_s: at which rows are written there for the first time; None in
-            measurements that an older version kept.
-        cache_device_bytes_per_s: at which rows are read that lie in a GPU's memory; None likewise,
-            and without one.
+        cache_bytes_per_s: reading cached rows from the node's store to this device; on a GPU, by a
+            thread beside the step.
+        cache_write_bytes_per_s: writing rows there for the first time; None in measurements of an
+            older version.
+        cache_device_bytes_per_s: reading rows in a GPU's memory; None without a GPU, and in
+            measurements of an older version.
     """
 
     profile: Profile
@@ -71,12 +75,10 @@ class Measurements:
     cache_device_bytes_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return {"profile": self.profile.to_json(), **{n: getattr(self, n) for n in _RATES}}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Measurements:
-        """Rebuild measurements from `to_json`."""
         rates = {name: values.get(name) for name in _RATES[1:]}
         profile = Profile.from_json(values["profile"])
         return Measurements(profile, values["cache_bytes_per_s"], **rates)
@@ -88,34 +90,31 @@ _RATES = ("cache_bytes_per_s", "cache_write_bytes_per_s", "cache_device_bytes_pe
 def measure(
     task: Task, world: World, read: Callable[[Tensor], Batch], *, held_bytes: int = 0
 ) -> Measurements:
-    """Measure sublayers, optimizer, links and memory; every rank measures, all get the medians.
+    """Measure sublayers, optimizer, links and memory; every rank gets the medians. Collective.
 
-    It may be called while training: sublayers that a rank does not hold get random weights for
-    as long, and everything is left as it was. A model that does not fit the devices is measured in
-    parts. Collective.
+    It may be called while training, and leaves everything as it was. Sublayers that a rank does
+    not hold get random weights meanwhile. A model that does not fit is measured in parts.
 
     Args:
-        task, world: what is trained, and where.
         read: reads samples of the training set.
         held_bytes: what training holds on this rank's device meanwhile.
     """
     cut = _cut_alike(task, world, read)
     whole_spans_of = _choose_spans(task, world, cut, held_bytes)
-    everyone, kinds, chosen = choose_sublayers(task, world, cut, whole_spans_of)
-    spans_of = {size: within(spans, chosen) for size, spans in whole_spans_of.items()}
+    choice = choose_sublayers(task, world, cut, whole_spans_of)
+    spans_of = {size: choice.within(spans) for size, spans in whole_spans_of.items()}
     batches, rounds = _choose_batches(task, world, cut, spans_of)
     timed = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
-    measured = given_to_all(timed.costs, chosen, kinds=kinds, everyone=everyone)
     smallest, largest = min(batches), max(batches)
     alone = partial(time_alone, world=world, repeats=max(1, rounds // 2))
     alone_s = run_spans(task, world.device, spans_of[largest], [batches[largest]], alone)
     idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
     untouched = untouched_bytes(task, world, batches[largest], whole_spans_of[largest])
-    costs = _with_bytes(measured, state_ratio, untouched)
+    costs = _with_bytes(choice.given_to_all(timed.costs), state_ratio, untouched)
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
-    # Workers read while stages compute.
+    # Workers read while stages compute, so a step does not wait for them.
     fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
     rows = measure_rows(task.config.cache_folder, world.device)
     own = Profile(
@@ -143,7 +142,7 @@ def measure(
 
 
 def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) -> range:
-    """Return the first sublayers of a span whose forward takes so long, or all if none do."""
+    """Return a span's first sublayers whose forwards take that long together, or all of it."""
     taken_s = accumulate(costs[index].forward_s[0] for index in span)
     missing = sum(one < seconds for one in taken_s)
     return span[: missing + 1]
@@ -152,7 +151,7 @@ def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) 
 def _with_bytes(
     costs: Sequence[SublayerCost], state_ratio: float, untouched: Mapping[int, float]
 ) -> tuple[SublayerCost, ...]:
-    """Add to sublayers their optimizer state and the gradients that a step leaves untouched."""
+    """Add to sublayers their optimizer state and the gradients that a step leaves zeros."""
     return tuple(
         replace(
             cost,
@@ -187,7 +186,7 @@ def _measure_chain(
     """Time every sublayer at every size; ranks start together. Collective."""
 
     def time_span(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MeasuredChain:
-        # The ranks of a node slow each other down.
+        # A barrier: the ranks of a node slow each other down, as in training.
         gather_json(None, group=world.group)
         return profile_sublayers(sublayers, inputs, repeats=rounds)
 
@@ -199,7 +198,7 @@ def _measure_chain(
 
 
 def _measure_messages(task: Task, world: World, *, batch: Batch, span: range) -> MessageTimes:
-    """Return what messages cost that ranks exchange while computing rank 0's span. Collective."""
+    """Time messages between ranks that compute rank 0's span beside them. Collective."""
 
     def time_beside_work(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MessageTimes:
         return measure_messages(world, partial(forward, sublayers, inputs[0]))
@@ -220,7 +219,7 @@ def largest_micro_batch(task: Task, world: World) -> int:
 
 
 def _cut_alike(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Cut:
-    """Return what cuts micro-batches from one batch: those of a step are padded alike, too."""
+    """Return what cuts micro-batches from one batch: they are padded alike, as in a step."""
     whole = read(torch.arange(largest_micro_batch(task, world)))
     return lambda size: {name: t[:size].to(world.device) for name, t in whole.items()}
 
@@ -228,18 +227,19 @@ def _cut_alike(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Cut
 def _choose_spans(
     task: Task, world: World, cut: Cut, held_bytes: int
 ) -> dict[int, tuple[range, ...]]:
-    """Return the micro-batch sizes to measure, ascending, with the spans in which to do so.
+    """Return the micro-batch sizes to measure, ascending, with the spans for each. Collective.
 
-    They are a sixteenth and a quarter of the largest that a sensible plan runs, and that. One of
-    twice a rank's share of the batch occurs only where a stage has at most half of the layers, and
-    is measured over half of them: the more is in memory at once, the longer a layer takes. Where
-    no single sublayer fits at a size, it is left out, the smallest excepted. All ranks come to the
-    same.
+    Sizes are the largest that a sensible plan runs, a quarter and a sixteenth of it. Above a
+    rank's share of the batch, a micro-batch occurs only where a stage has at most half the layers.
+    It is measured over half of them, as a layer takes longer the more is in memory at once. A size
+    is left out where a single sublayer does not fit, except the smallest.
     """
     per_rank = -(-task.config.global_batch_size // world.size)
     sizes = sorted({max(1, largest_micro_batch(task, world) >> halvings) for halvings in _SHRINKS})
-    gathered = gather_json(_free_bytes(task, world.device, held_bytes), group=world.group)
-    least = tightest(gathered)
+    # The tightest rank decides, so that all come to the same spans.
+    set_bytes, free = task.config.memory_limit_bytes, free_bytes(world.device)
+    own = tightest((None if set_bytes is None else set_bytes - held_bytes, free))
+    least = tightest(gather_json(own, group=world.group))
     limit = math.inf if least is None else least
     needs = [Need(0, 0.0)] * len(task.model.sublayers)
     if limit < math.inf:
@@ -251,34 +251,26 @@ def _choose_spans(
     }
 
 
-def _free_bytes(task: Task, device: torch.device, held_bytes: int) -> int | None:
-    """Return the bytes of a device that measuring may take; None for no limit."""
-    limit, free = task.config.memory_limit_bytes, free_bytes(device)
-    return tightest((None if limit is None else limit - held_bytes, free))
-
-
 def _choose_batches(
     task: Task,
     world: World,
     cut: Cut,
     spans_of: Mapping[int, Sequence[Sequence[int]]],
 ) -> tuple[dict[int, Batch], int]:
-    """Cut batches of the sizes to measure; say how often to time them.
+    """Return batches of the sizes to measure, and how often to time them. Collective.
 
-    The budget may exclude the larger sizes, for all ranks alike.
+    The budget may exclude larger sizes, for all ranks alike.
     """
     batches, round_s = dict[int, Batch](), 0.0
     for size, spans in spans_of.items():
         batch = cut(size)
         gather_json(None, group=world.group)
-        own_s = sum(run_spans(task, world.device, spans, [batch], _seconds))
-        seconds = max(gather_json(own_s, group=world.group))
+        own_s = run_spans(
+            task, world.device, spans, [batch], lambda subs, inputs: chain_seconds(subs, inputs[0])
+        )
+        seconds = max(gather_json(sum(own_s), group=world.group))
         if batches and 2 * (round_s + seconds) > _BUDGET_S:
             break
         batches[size] = batch
         round_s += seconds
     return batches, max(1, min(_MOST_ROUNDS, int(_BUDGET_S / max(round_s, 1e-9))))
-
-
-def _seconds(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> float:
-    return chain_seconds(sublayers, inputs[0])

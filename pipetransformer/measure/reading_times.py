@@ -1,4 +1,4 @@
-"""Time the reading of samples, and reading and writing rows of the frozen layers' activations."""
+"""Time reading samples, and reading and writing cached rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def measure_samples(read: Callable[[Tensor], Batch], most: int) -> tuple[float, 
     """Return the seconds of reading, a call and a sample.
 
     Args:
-        read: reads samples.
         most: samples of the largest micro-batch.
     """
     one_s, most_s = (_seconds(read, torch.arange(num)) for num in (1, most))
@@ -40,14 +39,13 @@ def measure_samples(read: Callable[[Tensor], Batch], most: int) -> tuple[float, 
 
 @dataclass(frozen=True)
 class RowTimes:
-    """Hold what rows of the cache take.
+    """Hold what the cache's rows take.
 
     Args:
-        call_s: fetching any of them.
-        read_byte_s: fetching a byte from the store to the device.
-        write_byte_s: writing one there from the device, into memory never used before.
-        device_byte_s: reading one in the device's own memory; None on a CPU, where that is the
-            store's.
+        call_s: a fetch of any number of rows.
+        read_byte_s: a byte fetched from the store to the device.
+        write_byte_s: a byte written from the device to the store's memory, for the first time.
+        device_byte_s: a byte read in a GPU's own memory; None on a CPU.
     """
 
     call_s: float
@@ -60,9 +58,8 @@ def measure_rows(folder: str | Path, device: torch.device) -> RowTimes:
     """Time the cache's rows as training uses them; on a GPU a thread reads them ahead.
 
     Args:
-        folder: where the cache's file is to be. On a disk its own rate counts: what fits memory
-            needs no disk. It is taken to write as fast as it reads.
-        device: on which is trained.
+        folder: where the cache's file is to be. A disk's own rate counts, without memory's help,
+            and it is taken to write as fast as it reads.
     """
     reads_ahead = device.type == "cuda"
     with RowStore.in_memory(RowLayout((_ROW,)), _NUM_ROWS) as store:
@@ -83,7 +80,7 @@ def measure_rows(folder: str | Path, device: torch.device) -> RowTimes:
 
 
 def _fetch_s(cache: PrefixCache, *, reads_ahead: bool) -> tuple[float, float]:
-    """Return the seconds of fetching rows, a call and a byte, which a thread may read ahead."""
+    """Return the seconds of fetching rows, a call and a byte."""
 
     def fetch(ids: Tensor) -> Batch:
         return cache.fetch(ids, _never, depth=1)
@@ -95,12 +92,13 @@ def _fetch_s(cache: PrefixCache, *, reads_ahead: bool) -> tuple[float, float]:
     order = _any_order()
     one_s = _seconds(fetch, order[:1])
     many_s = _seconds(fetch_ahead if reads_ahead else fetch, order[:_FETCHED])
-    byte_s = many_s / (_FETCHED * _ROW.num_bytes)  # A difference of both could be mere noise.
+    # The call's own share is small here. A difference of the two times could be mere noise.
+    byte_s = many_s / (_FETCHED * _ROW.num_bytes)
     return max(0.0, one_s - byte_s * _ROW.num_bytes), byte_s
 
 
 def _write_s(store: RowStore, device: torch.device) -> float:
-    """Fill a new store; return the seconds of writing a byte."""
+    """Fill an empty store, and return the seconds of writing a byte."""
     num = _NUM_ROWS // (_TURNS + 1)
     hidden = torch.ones(num, *_ROW.shape, dtype=_ROW.dtype, device=device)
     # Other rows each time: the first touch of a page is part of writing it.
@@ -124,11 +122,11 @@ def _any_order() -> Tensor:
 
 
 def disk_byte_s(folder: Path) -> float:
-    """Return the seconds a byte of rows that come from a folder's disk, not from memory.
+    """Return the seconds of reading a row's byte from a folder's disk, not from memory.
 
-    0 in memory, and where nothing can be written: no cache will be there.
+    It is 0 for a folder in memory, and for one that cannot be written, where no cache will be.
     """
-    if sys.platform != "linux":  # There is no way to have a file forgotten by memory.
+    if sys.platform != "linux":  # Only there a file can be dropped from the page cache.
         return 0.0
     try:
         if folder.stat().st_dev == _MEMORY.stat().st_dev:
@@ -140,6 +138,7 @@ def disk_byte_s(folder: Path) -> float:
             order = _any_order()
 
             def forget() -> None:
+                # Else the next read would come from the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
             def read() -> None:

@@ -1,4 +1,4 @@
-"""Time short actions, repeated or as they run within a training step: after much else."""
+"""Time short actions as they run within a training step: with cold caches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import partial
 import torch
 
 _DISPLACING_BYTES = 32 << 20
-"""Memory whose use displaces what the CPU's caches hold of an action's code and data."""
+"""Memory that, once touched, displaces the CPU caches' content."""
 
 
 def displacer() -> Callable[[], object]:
-    """Return what fills the CPU's caches with something else, as a step's computing does.
+    """Return a function that fills the CPU's caches with something else, as computing does.
 
-    An action of much Python takes up to five times longer then.
+    An action in Python takes up to five times longer then.
     """
     return partial(torch.zeros(_DISPLACING_BYTES // 4).add_, 1)
 
@@ -31,12 +31,10 @@ def typical_s(
 def repeats_s(
     action: Callable[[], object], *, repeats: int, before: Callable[[], object] | None = None
 ) -> list[float]:
-    """Return the seconds of each of an action's repeats, after one to warm up.
+    """Return the seconds of each repeat, after one to warm up; they include the device's work.
 
     Args:
-        action: what to time; the device is waited for.
-        repeats: how often.
-        before: done before each of them, untimed.
+        before: called before each repeat, untimed.
     """
     times = []
     for _ in range(repeats + 1):

@@ -1,10 +1,9 @@
 """Say what is trained: the model's sublayers, its loss, precision and optimizer.
 
-task: all of it in one value
+task: all of it in one value                        lent_model: gives it back as it came
 layered_model: a model as a row of sublayers        registry: which adapter knows a model
-timm_vit, transformers_*: the adapters              precision: autocast, and the scale of float16
-optimizers, layer_decay, optimizer_state: built anew wherever layers go, with their state by name
-lent_model: the user's model, given back as it came
+timm_vit, transformers_*: the adapters              transformer: what they share
+optimizers: built anew wherever layers go           precision: dtypes, and the scale of float16
 """
 
 from pipetransformer.model.layered_model import (
@@ -28,7 +27,7 @@ from pipetransformer.model.optimizers import (
     split_by_layer,
     take_state,
 )
-from pipetransformer.model.precision import DTYPES, LossScale, computing_in, run_in
+from pipetransformer.model.precision import DTYPES, LossScale
 from pipetransformer.model.registry import adapt, register_adapter
 from pipetransformer.model.task import (
     Task,
@@ -44,8 +43,8 @@ from pipetransformer.model.transformer import qualified_name
 __all__ = [
     "DTYPES", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
     "OptimizerFactory", "OptimizerTraits", "Sublayer", "Task", "adamw", "adapt",
-    "build_optimizer", "computing_in", "decay_by_layer", "has_hooks", "in_mode",
+    "build_optimizer", "decay_by_layer", "has_hooks", "in_mode",
     "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "put_state",
-    "qualified_name", "refuse_hooks", "register_adapter", "run_in", "set_frozen", "set_modes",
+    "qualified_name", "refuse_hooks", "register_adapter", "set_frozen", "set_modes",
     "split_by_layer", "take_state", "trained_parameters",
 ]  # fmt: skip

@@ -6,9 +6,7 @@ One tensor, the hidden state, goes from each sublayer to the next::
     layer                0            0         0             num_layers
 
 Sublayers are modules of the model or thin wrappers around them, and own no tensor: checkpoints,
-optimizers and moves between ranks all speak the original model's `state_dict` names.
-
-Name a model's tensors, compare them, and say what must hold of those that move.
+optimizers and moves between ranks all use the model's own `state_dict` names.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from autopipe.loss import LossFunction
 
 @dataclass(frozen=True)
 class Sublayer:
-    """Name one unit that is owned, moved and partitioned.
+    """Name the smallest unit that a stage can hold.
 
     Args:
         name: unique in the model, such as "blocks.3.attention".
-        layer: the layer it freezes with; never falls from one sublayer to the next. The
+        layer: the layer it freezes with. Layers rise by 0 or 1 from sublayer to sublayer; the
             embedding's is 0, the head's (the last sublayer's) is the number of layers.
         module: takes the hidden state (the first one: the model's inputs) and returns one Tensor.
         sides: batch entries its forward also takes, as keywords, if the batch has them.
@@ -48,12 +46,11 @@ class Sublayer:
 class LayeredModel:
     """Run, empty and refill a model sublayer by sublayer.
 
-    Forward hooks of the modules inside a sublayer fire as ever; those of a module that spans
-    several (a whole block, the model) do not, as its own forward is not called. From here on put
-    other tensor objects into the model by `replace` only: wrappers may hold the same ones.
+    Forward hooks of modules inside a sublayer fire. Those of a module that spans several (a whole
+    block, the model) do not, as its own forward is not called. From here on put other tensor
+    objects into the model by `replace` only: wrappers may hold the same ones.
 
-    Where samples have unequal lengths, set `padding_mask`, or they are not cached. An example is
-    in docs/own-models.md.
+    An example is in docs/own-models.md.
 
     Args:
         model: keeps working as it is, and keeps its `state_dict` names.
@@ -62,7 +59,13 @@ class LayeredModel:
             position, the others by keyword if the batch has them.
         targets: batch entries of the loss.
         loss_fn: the loss to take where the user gives none.
-        unused: names of parameters and buffers that no forward reads (a pooler nobody asks).
+        unused: names of parameters and buffers that no forward reads, such as a pooler's.
+        padding_mask: one of the sides, (N, S): 1 on tokens, 0 on padding, the reverse of torch's
+            `key_padding_mask`. The loss and the gradients must not depend on the hidden states,
+            (N, S, ...), of zeros at a sample's end. Without it samples of unequal lengths are
+            not cached.
+        optional_masks: sides, (N, S) masks, that sublayers can do without where all is 1. Then
+            attention takes faster kernels.
     Attributes:
         plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
             generators while they train.
@@ -71,16 +74,7 @@ class LayeredModel:
             used twice; layers fall, skip a number, or leave the head no layer of its own.
     """
 
-    padding_mask: str | None = None
-    """Names one of the sides, (N, S): 1 on tokens, 0 on padding, the reverse of torch's
-    `key_padding_mask`. Zeros at a sample's end mark positions on whose hidden states, (N, S, ...),
-    neither the loss nor a gradient depends; None where there are none such."""
-
-    optional_masks: tuple[str, ...] = ()
-    """Names sides, (N, S) masks, that the sublayers can do without where all of it is 1: a step in
-    whose samples nothing is padding goes without them, and attention takes faster kernels."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented interface
         self,
         model: nn.Module,
         sublayers: Sequence[Sublayer],
@@ -89,6 +83,8 @@ class LayeredModel:
         targets: Sequence[str],
         loss_fn: LossFunction | None = None,
         unused: Sequence[str] = (),
+        padding_mask: str | None = None,
+        optional_masks: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.sublayers = tuple(sublayers)
@@ -96,6 +92,8 @@ class LayeredModel:
         self.targets = tuple(targets)
         self.loss_fn = loss_fn
         self.unused = tuple(unused)
+        self.padding_mask = padding_mask
+        self.optional_masks = tuple(optional_masks)
         _check_order(self.sublayers)
         if not self.inputs:
             raise ValueError("inputs is empty; name the batch entry that the first sublayer takes")
@@ -107,7 +105,7 @@ class LayeredModel:
 
     @property
     def num_layers(self) -> int:
-        """Count the layers that can freeze; the head's layer has this number."""
+        """Return how many layers can freeze; the head's layer has this number."""
         return self.sublayers[-1].layer
 
     def flags(self, *, training: bool) -> Mapping[nn.Module, bool]:
@@ -140,7 +138,7 @@ class LayeredModel:
 
         Args:
             value: the batch for sublayer 0, else the hidden state its predecessor returned.
-            sides: at least those entries of the batch that the sublayer names; the batch will do.
+            sides: the batch, or at least the entries that the sublayer names.
         Raises:
             TypeError: a batch where a hidden state is due or the reverse, or the sublayer returned
                 something else than one Tensor.
@@ -178,12 +176,12 @@ class LayeredModel:
         last: int | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run sublayers first..last-1, all by default, and return what the last one returned.
+        """Run sublayers first..last-1, all by default, and return the last one's output.
 
         Args:
             batch: the model's inputs (read where first is 0) and the sublayers' sides.
             last: exclusive; None is the end.
-            hidden: what sublayer first-1 returned; None exactly if first is 0.
+            hidden: output of sublayer first-1; None exactly if first is 0.
         Raises:
             ValueError: an empty or impossible range.
             TypeError: hidden does not fit first.
@@ -206,30 +204,32 @@ class LayeredModel:
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer by its model name, as it is now."""
         module, attribute = self.holder(name)
-        # Asked for each parameter in each step; a module finds its own ones slowly.
+        # Called for each parameter in each step: nn.Module.__getattr__ alone is slow.
         tensor = module._parameters.get(attribute)
         tensor = getattr(module, attribute) if tensor is None else tensor
         assert isinstance(tensor, Tensor)
         return tensor
 
     def holder(self, name: str) -> tuple[nn.Module, str]:
-        """Return the first module that holds a tensor, given by its model name, and as what."""
+        """Return the first module that holds a tensor, and under which attribute."""
         return self._slots[name][0]
 
     def replace(self, index: int, tensors: Mapping[str, Tensor | None]) -> None:
         """Put other tensors in the place of a sublayer's, wherever the model holds them.
 
         A parameter stays a parameter and keeps `requires_grad`, but is another object, without a
-        gradient: an optimizer or DDP that knew the old one must be built anew. None stands for a
-        meta tensor; until it is replaced in turn, calling a module that holds it is an error.
+        gradient: an optimizer or DDP that knew the old one must be built anew. Attributes and
+        strides (channels_last, for instance) stay as they were.
 
-        Attributes and strides (channels_last, for instance) stay those of the tensor it replaces.
+        Args:
+            tensors: by name; None stands for a meta tensor. Calling a module that holds one is an
+                error until it is replaced in turn.
 
         Raises:
             ValueError: a name is not of this sublayer, shape or dtype differ, or a parameter has
                 hooks of its own.
         """
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.items():  # All are checked before any is put.
             self._check_fit(index, name, tensor)
         for name, tensor in tensors.items():
             # `param.data = ` would keep the object, but torch refuses to set it to a meta tensor.
@@ -248,7 +248,7 @@ class LayeredModel:
         for tensor in map(self.tensor, self._slots):
             device = "meta" if tensor.is_meta else "cpu"
             wanted = dtype if tensor.is_floating_point() else tensor.dtype
-            # The objects stay: whoever else holds one sees the same.
+            # `.data` keeps the tensor objects, which wrappers and the user hold, too.
             tensor.data = tensor.data.to(device, wanted)
 
     def release(self, index: int) -> None:
@@ -261,8 +261,7 @@ class LayeredModel:
         self.replace(index, {n: torch.empty_like(t, device=device) for n, t in absent.items()})
 
     def _put(self, name: str, fresh: Tensor) -> None:
-        """Put a tensor in another's place, wherever the model holds that."""
-        # What a user has noted on it, such as that it is not to decay.
+        # A user's marks on the object, such as that it is not to decay, stay.
         vars(fresh).update(vars(self.tensor(name)))
         for module, attribute in self._slots[name]:
             setattr(module, attribute, fresh)
@@ -304,7 +303,7 @@ Builders: TypeAlias = dict[type[nn.Module] | str, Callable[[Any], LayeredModel]]
 def _mode_flags(
     model: nn.Module, sublayers: Sequence[Sublayer]
 ) -> dict[bool, dict[nn.Module, bool]]:
-    """Note what the model's own `train()` and `eval()` do, and leave it as it was."""
+    """Return the flags that the model's own `train()` and `eval()` set, and set none."""
     every = chain(model.modules(), *(sub.module.modules() for sub in sublayers))
     before = {module: module.training for module in every}
     wrappers = before.keys() - set(model.modules())
@@ -336,7 +335,7 @@ def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
 def _assign_names(
     model: nn.Module, sublayers: tuple[Sublayer, ...], unused: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
-    """List each sublayer's tensors by their model names, proving that each has one sublayer."""
+    """List each sublayer's tensors by their model names; refuse those not in exactly one."""
     name_of = {id(tensor): name for name, tensor in named_tensors(model).items()}
     owner: dict[str, str] = {}
     for sub in sublayers:
@@ -383,7 +382,7 @@ def _refuse_forward(
     name: str, holder: nn.Module, attribute: str, module: nn.Module, _args: Any
 ) -> None:
     if not getattr(holder, attribute).is_meta:
-        return  # Another run has filled the model since.
+        return  # Another run of the same model has filled it since.
     raise RuntimeError(
         f"{name!r} of this {type(module).__name__} is released: this rank does not "
         "hold it; run the layers it holds, or materialize() and fill it"
@@ -399,8 +398,8 @@ _LEAST_TABLE_BYTES = 1 << 20
 
 
 def large_embeddings(module: nn.Module, device: torch.device) -> list[nn.Embedding]:
-    """Return the embeddings of whose gradients replicas on a device sum the touched rows alone."""
-    if device.type != "cpu":  # Finding the rows was never timed on another.
+    """Return the embeddings of which replicas sum only the gradient's touched rows."""
+    if device.type != "cpu":  # Finding the rows was never timed on a GPU.
         return []
     return [
         part
@@ -410,7 +409,7 @@ def large_embeddings(module: nn.Module, device: torch.device) -> list[nn.Embeddi
 
 
 def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides of another of its shape; itself where it has them."""
+    """Return a tensor with the strides of a pattern of its shape; itself where it has them."""
     strides = torch.empty_like(pattern, device="meta").stride()
     if tensor.stride() == strides:
         return tensor
@@ -419,7 +418,7 @@ def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def has_hooks(parameter: Tensor, *, but_ours: bool = False) -> bool:
-    """Tell whether a parameter has tensor hooks; a reducer's own one is left out if asked."""
+    """Tell whether a parameter has tensor hooks; `but_ours` leaves out a reducer's."""
     # torch has no public way to ask.
     late = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
     return bool(parameter._backward_hooks) or len(late) > int(but_ours)

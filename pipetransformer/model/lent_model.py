@@ -1,4 +1,4 @@
-"""Have a user's model for as long as a run changes it, and give it back as it came.
+"""Borrow a user's model while a run changes it, and give it back as it came.
 
 before        in a run                              afterwards
 flags         frozen layers need no gradient        as before
@@ -18,14 +18,12 @@ from torch import nn
 from pipetransformer.model.task import Task, set_frozen
 
 _LENT: WeakKeyDictionary[nn.Module, weakref.ref[LentModel]] = WeakKeyDictionary()
-"""Models that runs of this process have now, and who has them."""
+"""Models that runs of this process have borrowed, and who has them."""
 
 
 @final
 class LentModel:
-    """Hold what of a task's model is to be as it was.
-
-    It is given back at the latest when nobody holds this any more, as after a run that was left.
+    """Remember how a task's model came, and give it back; at the latest when this is collected.
 
     Raises:
         ValueError: another run has the model, or a part of it.
@@ -37,14 +35,15 @@ class LentModel:
         self._refuse_lent()
 
     def borrow(self) -> bool:
-        """Take the model, and return True, unless the run has it already."""
+        """Take the model; return False if the run has it already."""
         if self._give_back is not None:
             return False
         self._refuse_lent()
         model = self._task.model.model
         modes = {module: module.training for module in model.modules()}
+        # The callback must not hold `self`, or a run that was left would never be collected.
         self._give_back = weakref.finalize(self, _put_back, self._task, modes)
-        self._give_back.atexit = False
+        self._give_back.atexit = False  # Nobody uses the model after the process.
         _LENT[model] = weakref.ref(self)
         return True
 

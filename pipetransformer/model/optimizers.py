@@ -1,14 +1,8 @@
-"""Build optimizers by name: torch's, and timm's where that is installed.
+"""Build optimizers by name, give layers their own rates, and move optimizer state by name.
 
-Give layers their own learning rates: lower the deeper they are, or as a policy says.
-
-Which layer a parameter is in follows from its name alone, so that it has the same rate in any
-stage of any pipeline.
-
-Take an optimizer's state out by parameter name and put it into another optimizer.
-
-State is keyed by the parameter's name in the user's model, never by its position in a group, so it
-survives every move, and an optimizer built anew over other parameters finds its own.
+A stage builds its optimizer anew wherever layers go. Which layer a parameter is in follows from
+its name, so its rate is the same in any stage of any pipeline. State is keyed by the parameter's
+name in the user's model, so it survives every move.
 """
 
 from __future__ import annotations
@@ -43,7 +37,10 @@ _TORCH: Mapping[str, Callable[..., Optimizer]] = {
 }
 
 _NOT_HIDDEN = ("*embed*", "*token*", "*head*", "*classifier*", "*qa_outputs*")
-"""Names of weights that are no hidden layer's: of embeddings and heads, in the models known."""
+"""Names of embeddings' and heads' weights, in the models known."""
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
 
 def adamw(
@@ -56,7 +53,6 @@ def adamw(
 
     Args:
         learning_rate: of every group; the run's schedule multiplies it.
-        weight_decay: of parameters with two or more dimensions.
         betas: decay rates of the moments.
     """
     return named_optimizer("adamw", learning_rate, weight_decay=weight_decay, betas=betas)
@@ -83,15 +79,13 @@ def named_optimizer(
         no_decay: patterns, as of file names, of further parameters that do not decay.
         decay_all: decay every parameter, biases and norms included.
         options: the optimizer's own, such as betas= or momentum=; timm's have momentum=0.9 where
-            they take one, as from timm's own factory. timm's "muon" and its kin also take
-            fallback=, patterns of the weights that AdamW is to train, as it does all those of one
-            dimension; by default embeddings and heads by their usual names.
+            they take one. timm's "muon" and its kin also take fallback=: patterns of weights
+            that AdamW trains, as it trains all of one dimension; by default embeddings and heads.
     Raises:
         ValueError: the name or an option is not known, or timm is needed and not installed.
 
-    The Trainer refuses the factories of timm's "lamb" and "adan" with their variants, which count
-    steps for all parameters together, "kron", which draws random numbers for all of them, and
-    "adahessian", which needs second derivatives.
+    The Trainer refuses what acts on all parameters together: timm's "lamb" and "adan" with their
+    variants count steps, "kron" draws random numbers. "adahessian" needs second derivatives.
     """
     build = _TORCH.get(name) or _of_timm(name)
     fallback = options.pop("fallback", _NOT_HIDDEN) if name.endswith("muon") else ()
@@ -127,7 +121,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 def _of_timm(name: str) -> Callable[..., Optimizer]:
     try:
-        # Heavy, and optional.
+        # timm is heavy, and optional.
         from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
     except ImportError as error:
         raise ValueError(
@@ -161,7 +155,7 @@ def _check_options(name: str, build: Callable[..., Optimizer], options: Mapping[
 
 
 LAYER = "layer"
-"""The entry of a parameter group that says whose learning rate it has."""
+"""The entry of a parameter group that names its layer."""
 
 
 def decay_by_layer(
@@ -171,25 +165,26 @@ def decay_by_layer(
 
     Each group that the given factory makes is split by layers, and keeps its other settings.
 
-    Source: BEiT's layer-wise decay: the head has the group's own rate, and an embedding is a layer
-    of its own below block 0, though it freezes with that. timm counts alike but for a norm below
-    the head, which it gives the last block's rate; here it belongs to the head.
+    Source: BEiT's layer-wise decay. The head has the group's own rate; an embedding is a layer of
+        its own below block 0, though it freezes with it. timm gives a norm below the head the
+        last block's rate; here it belongs to the head.
     """
     scales = learning_rate_scales(model, decay)
 
     def lower(group: dict[str, Any], scale: float) -> None:
         for key in ("lr", "initial_lr"):
             if key in group:
-                group[key] = group[key] * scale  # A tensor is the other layers', too.
+                # Not in place: a rate that is a tensor is shared with the other layers' groups.
+                group[key] = group[key] * scale
 
-    # What no sublayer reads has no layer, and no gradient either.
+    # A parameter that no sublayer reads has no layer; it never gets a gradient.
     return _split_groups(factory, lambda name: scales.get(name, 1.0), lower)
 
 
 def split_by_layer(factory: OptimizerFactory, model: LayeredModel) -> OptimizerFactory:
-    """Return a factory whose groups each hold parameters of one layer, and name it as LAYER.
+    """Return a factory whose groups each hold one layer's parameters, and name it as LAYER.
 
-    The head's have no such entry.
+    The head's groups have no such entry.
     """
     head = model.num_layers
     layer_of = {
@@ -228,19 +223,17 @@ def _split_groups(
         optimizer = factory(named_parameters)
         parts = []
         for group in optimizer.param_groups:
+            # The highest layer first: the first group's rate is taken for the peak rate.
             for key in sorted({keys[p] for p in group["params"]}, reverse=True):
                 part = {**group, "params": [p for p in group["params"] if keys[p] == key]}
                 adjust(part, key)
                 parts.append(part)
-        # In place, as an optimizer may hold this very list elsewhere, too.
+        # In place, as an optimizer may hold this list under another name, too.
         optimizer.param_groups[:] = parts
         return optimizer
 
     return build
 
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
 _NUMBER = "#number"
 
@@ -252,8 +245,8 @@ class OptimizerTraits:
     Args:
         name: its class, "module.Class"; "" where nothing trains.
         peak_learning_rate: of the first parameter group, as built.
-        entries: what it keeps for its parameters, as `take_state` names it.
-        settings: of its parameter groups, spelled.
+        entries: names of its state, as `take_state` gives them.
+        settings: of its parameter groups, as text.
     """
 
     name: str
@@ -267,8 +260,7 @@ def take_state(
 ) -> dict[str, Tensor]:
     """Return the state of the given parameters as a flat mapping "parameter/entry" -> tensor.
 
-    Numbers become 0-dim float64 or int64 tensors under a marked name. Tensors are the optimizer's
-    own, not copies.
+    Numbers become 0-dim float64 or int64 tensors under a marked name. Tensors are not copied.
 
     Raises:
         TypeError: an entry is neither a tensor, a number nor None.
@@ -294,11 +286,11 @@ def take_state(
 def put_state(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], flat: Mapping[str, Tensor]
 ) -> None:
-    """Give the optimizer the state that `take_state` returned, wherever it lay meanwhile.
+    """Give the optimizer the state that `take_state` returned, on whatever device it is.
 
-    Source: the rules by which torch's `load_state_dict` places a state: beside its parameter, but
-    a step count in host memory unless the optimizer's kernels read it on the device. Ours also
-    lays out what has the parameter's shape as the parameter is: fused kernels work on memory.
+    Source: torch's `load_state_dict` places a state beside its parameter, but a step count in host
+        memory unless the optimizer's kernels read it on the device. Ours also gives it the
+        parameter's strides: fused kernels ignore strides.
     """
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for key, value in flat.items():

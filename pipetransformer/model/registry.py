@@ -29,7 +29,6 @@ def _take_children(model: nn.Sequential) -> LayeredModel:
         Sublayer(name, layer, child)
         for layer, (name, child) in enumerate(zip(model._modules, model, strict=True))
     ]
-    # As in a dataset of (x, y) pairs.
     return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
 
 
@@ -42,7 +41,7 @@ _BUILDERS: Builders = {
 }
 
 _WRAPPED = ("_orig_mod", "module", "base_model.model")
-"""Where torch.compile, DataParallel and its kin, and PEFT hold the model that they wrap."""
+"""Where torch.compile, DataParallel and DDP, and PEFT hold the model that they wrap."""
 
 
 def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
@@ -68,9 +67,10 @@ def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
 def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:
     """Make `adapt` present models of a class by `build(model)`; the last registration counts.
 
+    Subclasses without an adapter of their own are covered if they do not override `forward`.
+
     Args:
-        kind: the class, or its "module.Class" where importing it here would be slow. Covers
-            subclasses that have no adapter of their own and do not override `forward`.
+        kind: the class, or its "module.Class" where importing it here would be slow.
     """
     _BUILDERS[kind] = build
 
@@ -82,7 +82,7 @@ def _known_kind(model: object) -> type[Any] | None:
 
 
 def _way_out(model: nn.Module) -> str:
-    """Say what to give instead: what a wrapper holds, or a model of another kind."""
+    """Say what to give instead: the wrapped model, or one of another kind."""
     for path in _WRAPPED:
         held: Any = model
         for name in path.split("."):
@@ -99,7 +99,7 @@ def _way_out(model: nn.Module) -> str:
 
 
 def _known_names() -> list[str]:
-    """Name what has an adapter, families of transformers that have the same tasks together."""
+    """Name what has an adapter; transformers' families with the same tasks stand together."""
     tasks_of: dict[str, list[str]] = {}
     for kind in _BUILDERS:
         name = kind if isinstance(kind, str) else qualified_name(kind)
@@ -118,7 +118,7 @@ def _known_names() -> list[str]:
 
 
 def _check_forward(model: nn.Module, kind: type[Any]) -> None:
-    # __func__ also tells a forward that was set on the object, as hooking libraries do.
+    # A forward that was set on the object, as hooking libraries do, has no such __func__.
     if getattr(model.forward, "__func__", None) is not kind.forward:
         raise TypeError(
             f"{qualified_name(type(model))} overrides forward of {kind.__name__}, but its adapter "

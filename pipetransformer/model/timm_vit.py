@@ -22,9 +22,9 @@ CLASS = f"{MODULE}.VisionTransformer"
 
 
 def build(model: Any) -> LayeredModel:
-    """Take apart a VisionTransformer of timm 1.0; Any, as timm is not imported here.
+    """Present a VisionTransformer of timm 1.0; Any, as timm is not imported here.
 
-    Class, register and pooling variants are all in: positions and pooling are the model's own.
+    Class tokens, registers, positions and pooling are the model's own methods, whatever variant.
     """
     if qualified_name(type(model).forward_features) != f"{CLASS}.forward_features":
         raise TypeError(
@@ -61,10 +61,10 @@ def build(model: Any) -> LayeredModel:
 
 @final
 class _Chain(nn.Module):
-    """Call some of the model's modules and methods, named in order, on what the one before gives.
+    """Call some of the model's modules and methods, named in order, one on another's output.
 
-    A method, being no module, does not register the rest of the model here; so what it `reads` is
-    held as well, to belong to this sublayer.
+    A method registers none of the parameters it `reads` here, so these are held by name: they must
+    belong to this sublayer.
     """
 
     def __init__(self, model: Any, calls: tuple[str, ...], *, reads: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Share what the adapters of Transformer models have in common: the cut, a wrapper, the losses."""
+"""Give the adapters of Transformer models the cut, wrappers, refusals and the losses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipetransformer.model.layered_model import Sublayer
 
 @dataclass(frozen=True)
 class Family:
-    """Say how transformers' models of one kind are called.
+    """Name the parts of a family of transformers' models.
 
     Args:
-        package: of transformers.models.
+        package: in transformers.models.
         prefix: of its classes' names.
         encoder: the attribute of a model that holds its encoder.
     """
@@ -44,7 +44,7 @@ class Family:
 
 @final
 class FirstOf(nn.Module):
-    """Return a module's output, or the first of several, as attention without its weights."""
+    """Return the first of a module's outputs: attention without its weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class FirstToken(nn.Module):
 
 @final
 class Residual(nn.Module):
-    """Add to the hidden state what a chain of the model's modules makes of it."""
+    """Add a chain of the model's modules to the hidden state."""
 
     def __init__(self, *branch: nn.Module) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ def transformer_sublayers(
     """Name the sublayers of a Transformer: an embedding, (attention, MLP) of each block, a head.
 
     The cut falls between residual sums only, so no skip connection crosses it.
-    Source: PipeTransformer, the unit of its partition (AutoPipe); the embedding freezes with
-    block 0, the head never.
+    Source: PipeTransformer, AutoPipe's unit of partition. The embedding freezes with block 0, the
+        head never.
     """
     sublayers = [Sublayer("embedding", 0, embedding)]
     for layer, (attention, mlp) in enumerate(blocks):
@@ -99,18 +99,14 @@ def transformer_sublayers(
 
 
 def qualified_name(kind: type[Any] | FunctionType) -> str:
-    """Spell a class as "module.Class".
-
-    Adapters know classes by this name, as importing timm or transformers takes seconds.
-    """
+    """Spell a class as "module.Class": importing timm or transformers to compare takes seconds."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def require_class(name: str, *modules: nn.Module) -> None:
     """Raise a TypeError for a module that is not exactly of the class "module.Class".
 
-    A subclass may have another forward than the one its wrappers stand for, and so may an object
-    that was given methods of its own.
+    A subclass, or an object with methods of its own, may have another forward than its wrappers.
     """
     for module in modules:
         if (found := qualified_name(type(module))) != name:
@@ -122,10 +118,7 @@ def require_class(name: str, *modules: nn.Module) -> None:
 
 
 def refuse_replaced(*modules: nn.Module) -> None:
-    """Raise a TypeError for a module with methods of its own, which would not be called.
-
-    They are those that its class has, too, as where `forward` was replaced on the object.
-    """
+    """Raise a TypeError for a module whose object overrides a method, such as `forward`."""
     for module in modules:
         own = (name for name, value in vars(module).items() if callable(value))
         if name := next(
@@ -160,9 +153,9 @@ def refuse_own_loss(model: Any) -> None:
 def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
     """Build the loss of a transformers classifier from its configuration.
 
-    Source: BertForSequenceClassification.forward of transformers, which guesses a problem that
-    has no type; ours returns the cross entropy as (sum, count), so that targets of -100 stay
-    exact when a batch is split. Smoothed, it is that of transformers' LabelSmoother.
+    Source: BertForSequenceClassification.forward of transformers, which guesses a problem that has
+        no type. Ours returns the cross entropy as (sum, count), so that targets of -100 stay exact
+        when a batch is split. Smoothed, it is that of transformers' LabelSmoother.
     """
 
     def guess(target: Tensor) -> str:
@@ -172,7 +165,7 @@ def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
         return "single_label_classification" if integer else "multi_label_classification"
 
     def loss(output: Tensor, target: Tensor) -> LossValue:
-        # What is saved says it, too: a pipeline turns scores into probabilities by it.
+        # Noted in the configuration, which is saved: transformers' pipelines read it there.
         problem = config.problem_type = config.problem_type or guess(target)
         if problem == "regression":
             if target.numel() != output.numel():

@@ -1,4 +1,4 @@
-"""Present transformers' BERT, those with its very blocks (RoBERTa, ELECTRA), and DistilBERT."""
+"""Present transformers' BERT, models with the same blocks (RoBERTa, ELECTRA), and DistilBERT."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _head(family: Family, task: TextTask, model: Any) -> Any:
 
 
 def _unused(family: Family, task: TextTask, model: nn.Module) -> list[str]:
-    """Name the parameters of a pooler, if there is one, that has no part in the answer."""
+    """Name the parameters of a pooler that has no part in the output."""
     names = [name for name, _ in model.named_parameters()]
     prefix = f"{family.encoder}.pooler."
     return [] if task is TEXTS else [name for name in names if name.startswith(prefix)]
@@ -92,7 +92,7 @@ def _unused(family: Family, task: TextTask, model: nn.Module) -> list[str]:
 
 @final
 class _Projected(nn.Module):
-    """Embed tokens, and widen what comes of it: (N, S) to (N, S, D)."""
+    """Embed tokens, and widen their embeddings: (N, S) to (N, S, D)."""
 
     def __init__(self, embeddings: nn.Module, projection: nn.Module) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Attention(nn.Module):
 
 @final
 class _DistilledAttention(nn.Module):
-    """As `_Attention`; the residual is added, and normalised, here."""
+    """As `_Attention`; DistilBERT adds and normalises in its block, so here."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Present transformers' ModernBERT: rotary positions, most blocks attend within a window alone."""
+"""Present transformers' ModernBERT: rotary positions, and most blocks attend within a window."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
         pooling = [FirstToken()] if task is TEXTS else []
         modules = model.model.final_norm, *pooling, model.head, model.drop, model.classifier
         sublayers = _sublayers(family, model, nn.Sequential(*modules))
-    # Of the model's own rotary module, which is not called.
+    # The model's own rotary module is not called: each block makes its rotations.
     names = [name for name, _ in model.named_buffers()]
     unused = [name for name in names if name.startswith("model.rotary_emb.")]
     return task.present(model, sublayers, INPUTS, unused=unused)
@@ -63,16 +63,17 @@ def _sublayers(family: Family, model: Any, head: nn.Module) -> tuple[Sublayer, .
 
 @final
 class _Attention(nn.Module):
-    """Attend to the unmasked tokens, all or those near by, and add: (N, S, D) to the same.
+    """Attend to the unmasked tokens, all or near ones, and add: (N, S, D) to the same.
 
-    Source: ModernBertModel.forward of transformers, which makes masks and rotations once for all.
+    Source: ModernBertModel.forward of transformers, which makes masks and rotations once for all
+        blocks. Ours makes them in each, as blocks may be on different devices.
     """
 
     def __init__(self, layer: Any, rotary: Any) -> None:
         super().__init__()
         self.norm, self.attention = layer.attn_norm, layer.attn
         self._is_near = layer.attention_type == "sliding_attention"
-        # No buffer: all blocks would share the model's, but train on different devices.
+        # No buffer: it would be one tensor in many sublayers, which may be on different devices.
         frequencies = getattr(rotary, f"{layer.attention_type}_inv_freq").float().cpu()
         self._frequencies = {torch.device("cpu"): frequencies}
 
@@ -97,7 +98,7 @@ class _Attention(nn.Module):
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=device)[None]
         angles = (positions[..., None].float() * self._frequencies[device]).repeat(1, 1, 2)
-        dtype = self.attention.Wqkv.weight.dtype  # Not an autocast's.
+        dtype = self.attention.Wqkv.weight.dtype  # As the model itself: autocast has no say.
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Share what the adapters of transformers' text encoders have in common: tasks, losses, masks."""
+"""Give the adapters of transformers' text encoders their tasks, losses and masks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Ten
         target: start_positions and end_positions, (N,) or (N, 1) int64; positions from S on are
             beyond a truncated text and ignored.
     Source: BertForQuestionAnswering.forward of transformers, which halves the mean over starts
-        plus the mean over ends. Ours is equal where as many starts as ends count. Where texts are
-        cut within an answer it weighs all positions alike: two means cannot be joined from parts.
+        plus the mean over ends. Ours is equal where equally many starts and ends count. Else it
+        weighs all positions alike: two means cannot be joined from a batch's parts.
     """
     length = output.shape[1]
     total, count = output.new_zeros(()), output.new_zeros((), dtype=torch.int64)
     for column, name in enumerate(("start_positions", "end_positions")):
+        # What lies beyond a truncated text becomes `length`, the class that is ignored.
         positions = target[name].reshape(-1).clamp(0, length)
         total = total + F.cross_entropy(
             output[..., column], positions, ignore_index=length, reduction="sum"
@@ -64,8 +65,9 @@ class TextTask:
     """Say what a text encoder with a head is trained for.
 
     Args:
-        model: the end of such models' class names.
+        model: how such models' class names end.
         loss_of: builds the loss from a model's configuration.
+        padding_mask: of `LayeredModel`; None where the loss may depend on padding.
     """
 
     model: str
@@ -82,13 +84,16 @@ class TextTask:
         unused: Sequence[str] = (),
     ) -> LayeredModel:
         """Present a model as sublayers with the task's targets and loss."""
-        loss_fn = self.loss_of(model.config)
-        layered = LayeredModel(
-            model, sublayers, inputs=inputs, targets=self.targets, loss_fn=loss_fn, unused=unused
+        return LayeredModel(
+            model,
+            sublayers,
+            inputs=inputs,
+            targets=self.targets,
+            loss_fn=self.loss_of(model.config),
+            unused=unused,
+            padding_mask=self.padding_mask,
+            optional_masks=(MASK,),
         )
-        layered.padding_mask = self.padding_mask
-        layered.optional_masks = (MASK,)
-        return layered
 
 
 TEXTS = TextTask("ForSequenceClassification", ("labels",), classification_loss, MASK)
@@ -108,11 +113,11 @@ ANSWERS = TextTask(
 )
 
 Build: TypeAlias = Callable[[Family, TextTask, Any], LayeredModel]
-"""Takes a model of a family, with the head of a task, apart."""
+"""Presents a family's model that has a task's head."""
 
 
 def text_builders(build: Build, *families: Family) -> Builders:
-    """Return what takes the models of each family and task apart."""
+    """Return the builders of each family's models, by task."""
     return {
         family.qualified(task.model): partial(build, family, task)
         for family in families
@@ -147,12 +152,12 @@ def expanded_mask(
 ) -> Tensor | None:
     """Turn a (N, S) mask, 1 for tokens and 0 for padding, into the (N, 1, S, S) of attention.
 
-    Args:
-        within: how far away a token may be that another attends to; None for any distance.
+    The model itself drops a mask without padding. Here that is done before, in host memory, for
+    layers that train: a GPU would have to be waited for. Frozen layers keep their masks, as the
+    last bits of a cached sample must not depend on its neighbours' padding.
 
-    Where no token is padding the model itself drops the mask. Not here: to ask stops a GPU. What
-    trains is given none then; frozen layers always are, as a cached sample's numbers are not to
-    depend, in the last bits, on the padding of its neighbours.
+    Args:
+        within: distance up to which tokens attend to each other; None for any distance.
     """
     length = hidden.shape[1]
     if mask is None:
@@ -168,7 +173,7 @@ def expanded_mask(
     if within is not None:
         places = torch.arange(length, device=hidden.device)
         keep = keep & ((places[:, None] - places).abs() <= within)
-    # Read at each call: set_attn_implementation may have been called in between.
+    # Read at each call, as set_attn_implementation may be called at any time.
     if config._attn_implementation == "sdpa":
         return keep
     lowest = torch.finfo(hidden.dtype).min

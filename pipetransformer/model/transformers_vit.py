@@ -80,7 +80,7 @@ _FAMILIES = {
 
 @final
 class _Embedding(nn.Module):
-    """Embed images (N, C, H, W), of whatever float dtype, as (N, S, D)."""
+    """Embed images (N, C, H, W), of any float dtype, as (N, S, D)."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()

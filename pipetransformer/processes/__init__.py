@@ -1,7 +1,9 @@
-"""Start processes, let them meet, and agree.
+"""Start processes, let them meet, and raise errors on all of them.
 
-launcher ─► world ◄─ meeting     agreement: what one rank finds wrong is raised on all
-                                 freed_memory: kept for the next tensors
+launcher    starts this machine's processes, and restarts them
+world       a process's rank, device and memory; the group of all ranks
+meeting     how the ranks find each other
+agreement   one rank's error is raised on all
 """
 
 from pipetransformer.processes.agreement import agree, on_rank_0, told_by_rank_0

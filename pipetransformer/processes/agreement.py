@@ -1,4 +1,4 @@
-"""End in the same way on all ranks: what one finds wrong is raised on every one."""
+"""Raise one rank's error on every rank, so that none is left waiting."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     """Return the action's value if it succeeds on every rank. Collective.
 
     Raises:
-        CorruptCheckpointError, ValueError, OSError: on every rank, that of the first rank on which
-            the action raised it; the message names the rank.
-        Exception: any other is raised as it is where it came up, and as a RuntimeError elsewhere.
+        CorruptCheckpointError, ValueError, OSError: on every rank, the first failed rank's; the
+            message names the rank.
+        Exception: another one is raised unchanged on its rank, and as a RuntimeError elsewhere.
     """
     value, failure, caught = None, None, None
     try:
         value = action()
     except Exception as error:
         caught = error
+        # A number, as JSON carries no classes.
         number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
         failure = [number, str(error) if number is not None else repr(error)]
     for rank, told in enumerate(gather_json(failure, group=group)):
@@ -41,12 +42,12 @@ def agree(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
 
 
 def on_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T | None:
-    """Return what rank 0's action does, None elsewhere; errors are `agree`'s. Collective."""
+    """Return the value of rank 0's action there, None elsewhere; errors as `agree`. Collective."""
     is_rank_0 = group is None or dist.get_rank() == 0
     return agree(lambda: action() if is_rank_0 else None, group=group)
 
 
 def told_by_rank_0(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """Return on every rank the JSON value of rank 0's action; errors are `agree`'s. Collective."""
+    """Return the JSON value of rank 0's action on every rank; errors as `agree`. Collective."""
     value: T = broadcast_json(on_rank_0(action, group=group), group=group)
     return value

@@ -1,8 +1,8 @@
 """Start one process per device slot on this machine, end them together, and start them again.
 
-For several nodes start the same script with torchrun instead. Processes meet through a file and
-talk over the loopback interface, so that nothing listens for strangers. They end with their
-launcher, however that ends; killed, it leaves the folder of that file behind, a few hundred bytes.
+For several nodes use torchrun. Processes meet through a file and talk over the loopback interface,
+so that nothing listens for strangers. They end with their launcher, however it ends. A launcher
+that is killed leaves the folder of that file behind, a few hundred bytes.
 
     rank 0   ----------- waits, fails |            ------------------- ends
     rank 1   ----- killed             |            ------------------- ends
@@ -40,7 +40,7 @@ from pipetransformer.processes.world import STORE_VARIABLE
 
 _RESTART_VARIABLE = "PIPETRANSFORMER_RESTART_COUNT"
 _LAUNCH_VARIABLE = "PIPETRANSFORMER_LAUNCH"
-"""Names one call of `launch`, whose restarts have it in common."""
+"""Names one call of `launch`; its restarts share the name."""
 
 _LOGGER = logging.getLogger(__name__)
 _PARENT_DEATH_SIGNAL = 1
@@ -49,7 +49,7 @@ _PRELOADED = ["pipetransformer", "torch._dynamo"]
 """What a fork server imports; torch imports the second when the first optimizer is built."""
 _GRACE_S = 2.0
 _FAILURE, _CONSEQUENCE = "first-failure", "first-consequence"
-"""Links that hold the rank that failed first by itself, and first because of another rank."""
+"""Links to the first rank that failed by itself, and to the first that failed due to another."""
 _INTERRUPTED, _INTERRUPT_S = "interrupted", 10.0
 """The file in which a rank says where Ctrl-C has stopped it, and how long all may take to end."""
 _NEIGHBOURS_S = 0.2
@@ -67,22 +67,22 @@ def launch(
 ) -> None:
     """Run a function in `num_slots` processes and return when all have ended.
 
-    A failure of any kind ends all of them and, as torchrun does, starts all again: also an error
-    in the user's code, which may come from the machine. A run with checkpoints then continues.
+    Any failure ends all of them and, as torchrun does, starts all again. That includes an error in
+    the user's code, as the machine may have caused it. A run with checkpoints then continues.
 
     Args:
-        entry: an importable function; it finds its place through the environment, as under
-            torchrun, and in PIPETRANSFORMER_RESTART_COUNT the number of restarts so far.
-        cores_per_slot: CPU threads of each.
-        start_method: "spawn" starts a new interpreter for each process; "forkserver" forks them
-            from one that has imported this package, which saves seconds at every start. What
-            they print goes where the first launch's did, and one that a signal has stopped
-            outlives a launcher that is killed.
+        entry: an importable function; its environment is torchrun's, and
+            PIPETRANSFORMER_RESTART_COUNT is the number of restarts so far.
+        cores_per_slot: CPU threads of each process.
+        start_method: "spawn" starts a new interpreter for each process. "forkserver" forks them
+            from one that has imported this package, which saves seconds at every start. Their
+            output goes where the first launch's did. A process that a signal has stopped outlives
+            a launcher that is killed.
     Raises:
-        ValueError: there is no slot, or none of its cores, or restarts are fewer than 0.
+        ValueError: a number is too small.
         KeyboardInterrupt: Ctrl-C was pressed; all have been ended, and it says where rank 0 stood.
-        WorkerFailedError: a process failed or was killed once more than restarts are allowed; the
-            others have been ended.
+        WorkerFailedError: a process failed once more than restarts are allowed; the others have
+            been ended.
     """
     if num_slots < 1 or cores_per_slot < 1 or max_restarts < 0:
         raise ValueError(
@@ -112,18 +112,21 @@ def launch(
 
 
 def is_restarted() -> bool:
-    """Tell whether a launcher that restarts processes may have started this one again."""
-    # torchrun counts restarts by node, so that a node's count may still be 0: being started by
-    # the launcher that began the run tells a restart, as torchrun has one run in its life.
+    """Tell whether a launcher may have started this process again.
+
+    Under torchrun that is always so; `launcher_name` then tells whose run it is.
+    """
+    # torchrun counts restarts by node, so a restarted node's count may still be 0.
     counted = os.environ.get(_RESTART_VARIABLE, "0") != "0"
     return counted or "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
 def launcher_name() -> str:
-    """Identify what started this process; its restarts have it in common."""
+    """Identify the launcher of this process; its restarts get the same name."""
     parent = os.getppid()
+    # Its start time, as the kernel uses process numbers again.
     started = "".join(_system_facts(parent)[19:20])
-    # A process may launch one run after the other.
+    # And the call, as a process may launch one run after the other.
     launch = os.environ.get(_LAUNCH_VARIABLE, "")
     return f"{socket.gethostname()} {parent} {started} {launch}".strip()
 
@@ -169,7 +172,7 @@ def _environment(num_slots: int, cores: int, folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _applied(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have variables in this process's environment meanwhile."""
+    """Set variables in this process's environment meanwhile."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -182,14 +185,14 @@ def _applied(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _enter(work: Callable[[], None], rank: int, environment: Mapping[str, str]) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # Forked from a server, this process has torch and its thread count from there.
+    # A forked process has torch already, with the server's thread count.
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     _leave_with_parent()
     try:
         work()
     except KeyboardInterrupt as error:
         if error.args:
-            # Rank 0's last words become the launcher's, below all that is printed.
+            # The launcher says it, below all that the ranks print.
             with suppress(OSError):
                 (Path(environment[STORE_VARIABLE]).parent / _INTERRUPTED).write_text(str(error))
         raise SystemExit(128 + signal.SIGINT) from None
@@ -200,14 +203,14 @@ def _enter(work: Callable[[], None], rank: int, environment: Mapping[str, str]) 
             os.symlink(str(rank), Path(environment[STORE_VARIABLE]).parent / name)
         sys.stderr.write(f"[rank {rank}] {traceback.format_exc()}")
         sys.stderr.flush()
-        # Other ranks' waits may never end, and so may this one's clean-up: leave at once.
+        # Cleaning up could wait for other ranks for ever, so leave at once.
         os._exit(1)
 
 
 def _leave_with_parent() -> None:
     """End this process when its parent has gone, however it went."""
     if sys.platform == "linux":
-        # A thread of a stopped process, or of one that is stuck in native code, would not run.
+        # The kernel does it where the thread below cannot run: stopped, or stuck in native code.
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
     def watch() -> None:
@@ -221,11 +224,12 @@ def _leave_with_parent() -> None:
 
 @contextmanager
 def _cleaning_up_after_sigterm() -> Iterator[None]:
-    """Let a SIGTERM end this process as an exit does, so that ranks and files go with it."""
+    """Let a SIGTERM end this process as an exit does, with its ranks and files."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    # Only the main thread may set a handler, and a user's own stays.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -238,7 +242,7 @@ def _cleaning_up_after_sigterm() -> Iterator[None]:
 
 
 def _watch(processes: Sequence[BaseProcess], folder: Path) -> str | None:
-    """Wait until all have ended well, or one has not; say which, and how."""
+    """Wait until all processes have ended well, or one has failed; say which, and how."""
     while True:
         codes = [process.exitcode for process in processes]
         if failed := [rank for rank, code in enumerate(codes) if code]:
@@ -250,12 +254,10 @@ def _watch(processes: Sequence[BaseProcess], folder: Path) -> str | None:
 
 
 def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> int:
-    """Prefer a killed rank, then a stopped one, then the first that failed by itself.
-
-    An abort is how gloo and NCCL may end a process whose neighbour is gone: no cause by itself.
-    """
+    """Prefer a killed rank, then a stopped one, then the first that failed by itself."""
     time.sleep(_NEIGHBOURS_S)
     codes = [process.exitcode or 0 for process in processes]
+    # gloo and NCCL may abort a process whose neighbour is gone, so an abort is no cause.
     killed = [r for r, code in enumerate(codes) if code < 0 and code != -signal.SIGABRT]
     stopped = [
         r
@@ -271,7 +273,7 @@ def _first_cause(processes: Sequence[BaseProcess], rank: int, folder: Path) -> i
 
 
 def _system_facts(pid: int | None) -> list[str]:
-    """Return what follows a process's name in /proc/PID/stat: its state first; only Linux says."""
+    """Return the fields after the name in /proc/PID/stat, the state first; [] without Linux."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -301,7 +303,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 
 def _join(processes: Sequence[BaseProcess], patience_s: float) -> None:
-    """Wait so long for processes that have started."""
+    """Wait for processes that have started, for this long in all."""
     deadline = time.monotonic() + patience_s
     for process in processes:
         if process.is_alive():

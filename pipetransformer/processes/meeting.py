@@ -1,14 +1,14 @@
 """Let the ranks of a world find each other, and refuse on all of them a world that cannot train.
 
-torchrun restarts processes on the store that the dead ones used, and nodes may count restarts
-differently. So what is found in the store may be an earlier attempt's; torch's own start would
-connect to the dead processes. Here every process has a word of its own that the others repeat.
+torchrun restarts processes on the dead ones' store, and nodes may count restarts differently. So
+the store may hold an earlier attempt's keys, and torch's own start would connect to the dead
+processes. Here every process has a word of its own that the others repeat.
 
     rank r   hello-r = its word, its seat                       ack-r = 7e
     rank 0                          invitation = 7e, all hellos            go = 7e
 
-A rank answers an invitation that repeats its word. Rank 0 invites anew whenever a hello changes,
-and lets all go when all have answered the same invitation.
+A rank answers an invitation that repeats its word. Rank 0 invites again whenever a hello changes.
+It lets all go when all have answered the same invitation.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Seat:
-    """Say where a rank stands among its node's processes, and why it has no device, if so.
+    """Describe a rank's place on its node.
 
-    The word names this very process.
+    Args:
+        refusal: why it has no device, or "".
+        word: names this process, and no restart of it.
     """
 
     local_rank: int
@@ -45,7 +47,7 @@ def meet(
     """Wait until all processes of this attempt are there. Collective.
 
     Returns:
-        what all agreed on: a name no other attempt has, and all seats by rank.
+        a name that no other attempt has, and all seats by rank; the same on every rank.
     Raises:
         TimeoutError: some did not join; the message names them.
     """
@@ -55,7 +57,7 @@ def meet(
         if rank == 0:
             _host(store, size)
         name, seats = _invitation(store)
-        # It may be of an earlier world, perhaps a smaller one, which had no such rank.
+        # A slice: an earlier, smaller world's invitation may have no such rank.
         if seat in seats[rank : rank + 1]:
             store.set(f"ack-{rank}", name)
             if _said(store, "go") == name:
@@ -70,13 +72,13 @@ def meet(
 
 
 def _host(store: dist.Store, size: int) -> None:
-    """Do rank 0's part: invite if a hello is new and none is missing; let all go that answered."""
+    """Do rank 0's part: invite if a hello is new and none is missing; say go if all answered."""
     hellos, acks = ([f"{word}-{rank}" for rank in range(size)] for word in ("hello", "ack"))
     if not store.check(hellos):
         return
     present = [Seat(**json.loads(hello)) for hello in store.multi_get(hellos)]
     name, invited = _invitation(store)
-    # An earlier attempt's has another word of rank 0.
+    # An earlier attempt's invitation differs in rank 0's own word at least.
     if present != invited:
         name = uuid.uuid4().hex
         store.set("invitation", json.dumps([name, *map(asdict, present)]))
@@ -90,7 +92,7 @@ def _invitation(store: dist.Store) -> tuple[str, list[Seat]]:
 
 
 def _missing(store: dist.Store, size: int, name: str) -> str:
-    """Name the ranks that did not join, as far as this one can know."""
+    """Name the ranks that did not join, as far as this rank knows."""
     silent = [other for other in range(size) if not _said(store, f"hello-{other}")]
     if not silent and name:
         silent = [other for other in range(size) if _said(store, f"ack-{other}") != name]
@@ -98,11 +100,12 @@ def _missing(store: dist.Store, size: int, name: str) -> str:
 
 
 def _said(store: dist.Store, key: str) -> str:
+    # `get` alone would wait for a missing key.
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def check_seats(seats: Sequence[Seat]) -> None:
-    """Refuse a world that cannot train; every rank calls it with the same seats, by rank."""
+    """Raise a ValueError for a world that cannot train, the same on every rank."""
     slots = seats[0].slots
     if len({seat.slots for seat in seats}) > 1 or len(seats) % slots:
         raise ValueError(
@@ -129,7 +132,7 @@ def check_seats(seats: Sequence[Seat]) -> None:
 
 
 def _by(descriptions: Sequence[str]) -> str:
-    """List what holds for which ranks."""
+    """List equal texts once, each with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(descriptions):
         ranks.setdefault(text, []).append(rank)

@@ -1,13 +1,11 @@
-"""Find this process's place in the world: alone, under torchrun, or started by our launcher.
+"""Find this process's place in the world, its device and its memory.
 
-A world that cannot train is refused on all ranks with one message: a rank that left alone would
-leave the others waiting.
+It is alone, under torchrun, or started by our launcher. A world that cannot train is refused on
+all ranks with one message: a rank that left alone would leave the others waiting.
 
     2 nodes of 2 slots       RANK   LOCAL_RANK   LOCAL_WORLD_SIZE   WORLD_SIZE
     first node               0 1        0 1             2                4
     second node              2 3        0 1             2                4
-
-Keep freed host memory for the next tensors, where the C library would give it back at once.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ import os
 import platform
 import socket
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,33 +36,16 @@ _SHARED = "cuda-shared"
 """Slots take a node's GPUs in turn, and talk over gloo: NCCL refuses two ranks on one GPU."""
 
 _SPARE_BYTES = 512 << 20
-"""Of a GPU, kept from plans for what a process takes once, whatever its size: workspaces of cuBLAS
-and cuDNN for each stream (32 MiB and more on recent GPUs), kernels that are loaded when they are
-first called (100 MiB and more), NCCL's buffers (a few MiB a channel for each communicator)."""
+"""Kept from plans for each process's fixed use of a GPU: workspaces of cuBLAS and cuDNN for each
+stream (32 MiB and more on recent GPUs), kernels that load at their first call (100 MiB and more),
+NCCL's buffers (a few MiB a channel for each communicator)."""
 _SPARE_SHARE = 0.05
-"""Of a GPU's memory, kept for what grows with use: the allocator rounds what it is asked for up to
-blocks of 2 MiB, and cannot give what is free in pieces to one large tensor."""
+"""Share of a GPU kept for use that grows with plans: the allocator rounds sizes up to blocks of
+2 MiB, and cannot give free memory in pieces to one large tensor."""
 
 _LOGGER = logging.getLogger(__name__)
 _JOINED = itertools.count()
 """Numbers the worlds that this process joins one after the other."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Lease:
-    """Keep a default group that was made here, for as long as a world that uses it is open."""
-
-    group: dist.ProcessGroup | None
-
-    def __post_init__(self) -> None:
-        _LEASES.add(self)
-
-
-_LEASES: WeakSet[_Lease] = WeakSet()
-
-
-def _is_leased(group: dist.ProcessGroup | None) -> bool:
-    return any(lease.group is group for lease in _LEASES)
 
 
 @dataclass
@@ -75,11 +56,10 @@ class World:
         rank, size: among all processes.
         slots_per_node: processes of one node.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
-        owned: whether that group was made here, and is to be destroyed by the last that uses it.
+        owned: whether that group was made here, and is destroyed by its last open world.
         max_replicas: most pipelines that train side by side; None for no limit.
-        stage_workers: of one pipeline of all ranks, the workers of each stage; None for pipelines
-            with one each.
-        lease: of a default group that was made here; all its worlds have one.
+        stage_workers: workers of each stage of the one pipeline of all ranks; None for pipelines
+            with one worker a stage.
     """
 
     rank: int
@@ -90,17 +70,20 @@ class World:
     owned: bool
     max_replicas: int | None = None
     stage_workers: tuple[int, ...] | None = None
-    lease: _Lease | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.owned:
+            _OWNERS[id(self)] = self
 
     @property
     def is_main(self) -> bool:
-        """Tell whether this rank decides, records and reports."""
+        """Tell whether this rank is the one that decides, records and reports."""
         return self.rank == 0
 
     @property
     def backend(self) -> str | None:
-        """Return what groups of some of the ranks are to be made with; None where there is one."""
-        # Not the default group's, which may be a script's, and lack one for CPUs.
+        """Return the backend for groups of some ranks, None for one process."""
+        # Of this group, as the default group may be a script's, without a backend for CPUs.
         return None if self.group is None else dist.get_backend_config(self.group)
 
     @property
@@ -125,14 +108,22 @@ class World:
     def close(self) -> None:
         """Destroy the group and its threads, if it was made here; a script's own stays.
 
-        A default group is destroyed, with all groups, by the last of those that share it.
+        A default group is destroyed, with all groups, by its last open world.
         """
         if self.owned and self.group is not None and dist.is_initialized():
-            self.lease = None
-            if not _is_leased(self.group):
+            _OWNERS.pop(id(self), None)
+            if not _is_owned(self.group):
                 dist.destroy_process_group(self.group)
             # gloo's threads end with the last reference, and might abort the process's end.
             self.group = None
+
+
+_OWNERS: WeakValueDictionary[int, World] = WeakValueDictionary()
+"""Open worlds with groups that were made here. Weak: a world may be dropped without `close`."""
+
+
+def _is_owned(group: dist.ProcessGroup | None) -> bool:
+    return any(world.group is group for world in _OWNERS.values())
 
 
 def world_size() -> int:
@@ -175,14 +166,13 @@ def connect(device: str, *, timeout_s: float) -> World:
     limit = timedelta(seconds=timeout_s)
     if starts:
         _initialise(rank, size, seat, limit)
-        group = dist.group.WORLD
-        return World(rank, size, slots, _take(chosen), group, owned=True, lease=_Lease(group))
-    group, owned = _join_group(shares=device == _SHARED, timeout=limit)
-    lease = _Lease(group) if _is_leased(group) else None
-    world = World(rank, size, slots, chosen, group, owned or lease is not None, lease=lease)
+        return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned=True)
+    group, is_new = _join_group(shares=device == _SHARED, timeout=limit)
+    # The default group may be an earlier world's, which both worlds then own.
+    world = World(rank, size, slots, chosen, group, owned=is_new or _is_owned(group))
     try:
         check_seats([Seat(**one) for one in gather_json(asdict(seat), group=group)])
-    except ValueError:  # On every rank: where a wait failed, leaving would be one more.
+    except ValueError:  # On every rank; after a failed wait, closing would wait once more.
         world.close()
         raise
     _take(chosen)
@@ -190,16 +180,18 @@ def connect(device: str, *, timeout_s: float) -> World:
 
 
 def likely_device(device: str) -> torch.device:
-    """Return the device that a setting most likely gives this process, before it joins a world.
-
-    Not the first GPU for all: each process would leave a context in its memory.
-    """
+    """Return the device that a setting most likely gives this process, before it joins a world."""
+    # Not the first GPU for all: each process would leave a context in its memory.
     slots = slots_of_a_node()
     return _device_of(device, slots, _number("LOCAL_RANK", range(slots), default=0))
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
-    """Choose this slot's device; a ValueError if it lacks one, a warning if "auto" leaves some."""
+    """Choose this slot's device; warn where "auto" leaves GPUs unused.
+
+    Raises:
+        ValueError: the slot has no such device.
+    """
     num_gpus, chosen = _num_gpus(), _device_of(device, slots, local_rank)
     if device == _SHARED and not num_gpus:
         raise ValueError(
@@ -233,18 +225,19 @@ def _num_gpus() -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that this process can still allocate on a GPU; None on other devices.
 
-    Slots that share a GPU have equal parts of what is free there.
+    Slots that share a GPU have equal parts of its free memory.
     """
     if device.type != "cuda":
         return None
+    # The driver counts memory as used that torch's allocator has cached, and can give out again.
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] // _num_sharing(device) + cached
 
 
 def plannable_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that a plan may fill by what it models; None on other devices.
+    """Return the bytes of a GPU that a plan may fill; None on other devices.
 
-    Some of what is free goes to what no model of a step counts.
+    The rest of the free memory is for uses that no model of a step counts.
     """
     free = free_bytes(device)
     if free is None:
@@ -254,18 +247,18 @@ def plannable_bytes(device: torch.device) -> int | None:
 
 
 def _num_sharing(device: torch.device) -> int:
-    """Return how many slots of this node have a GPU; they take the GPUs in turn."""
+    """Return how many slots of this node share a GPU; slots take the GPUs in turn."""
     return max(1, len(range(device.index or 0, slots_of_a_node(), torch.cuda.device_count())))
 
 
 def tightest(limits: Iterable[int | None]) -> int | None:
-    """Return the smallest of the limits that there are; None where all are None, for no limit."""
+    """Return the smallest limit; None is no limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
     """Meet the other ranks, and start the default process group if they can train together."""
-    # The first optimizer imports it, and it keeps a default group that is there by then for good.
+    # The first optimizer imports torch._dynamo, which then keeps a default group alive for good.
     import torch._dynamo  # noqa: F401
 
     path, number = os.environ.get(STORE_VARIABLE), next(_JOINED)
@@ -280,19 +273,18 @@ def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
     name, seats = meet(meeting_store, rank, size, seat, timeout_s=timeout.total_seconds())
     check_seats(seats)
     backend = "cpu:gloo,cuda:nccl" if seat.device == "cuda" else "gloo"
-    # Keys of a world that was left stay in the store; its addresses must not be found again.
+    # An earlier world's keys stay in the store; its addresses must not be found again.
     store = dist.PrefixStore(name, meeting_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _join_group(*, shares: bool, timeout: timedelta) -> tuple[dist.ProcessGroup | None, bool]:
-    """Return a group of all ranks with a backend for CPUs, and whether it was made for that.
-
-    Collective. transformers' TrainingArguments make a default group that has NCCL alone.
+    """Return a group of all ranks with a backend for CPUs, and whether it is new. Collective.
 
     Args:
         shares: whether slots may share a GPU, which NCCL refuses.
     """
+    # transformers' TrainingArguments make a default group that has NCCL alone.
     config = dist.get_backend_config()
     if any(one.startswith("cpu:") for one in config.split(",")):
         return dist.group.WORLD, False
@@ -309,7 +301,7 @@ def _take(device: torch.device) -> torch.device:
 
 
 def _number(name: str, allowed: range, default: int | None = None) -> int:
-    """Read a number that a launcher sets; a ValueError if it is wrong, or missing and needed."""
+    """Read a number that a launcher sets; a ValueError if it is missing or out of range."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -319,7 +311,7 @@ def _number(name: str, allowed: range, default: int | None = None) -> int:
 
 
 def cpu_name() -> str:
-    """Return the processor's name where Linux knows it, else its kind."""
+    """Return the processor's name on Linux, else its architecture."""
     details = Path("/proc/cpuinfo")
     lines = details.read_text().splitlines() if details.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line[:10] == "model name")
@@ -339,15 +331,14 @@ def _complaint(name: str, allowed: str) -> ValueError:
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Parameters of mallopt, as malloc.h numbers them."""
 _USERS_OWN = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""How environment variables begin that say which allocator there is, and how it works."""
+"""Prefixes of the environment variables by which a user chooses or tunes the allocator."""
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees from now on; tell whether it does.
+    """Let this process keep the memory that it frees from now on; tell whether it does.
 
-    By default glibc maps every tensor above 32 MB anew and unmaps it when it is freed, and so the
-    kernel zeroes each of its pages in every step. An environment that chooses an allocator, or
-    sets one up, stays in force, and so does another C library's.
+    By default glibc maps every tensor above 32 MB anew and unmaps it when it is freed, so the
+    kernel zeroes its pages in every step. A user's own allocator, or its settings, stay in force.
     """
     if platform.libc_ver()[0] != "glibc" or any(v.startswith(_USERS_OWN) for v in os.environ):
         return False
@@ -356,6 +347,6 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give what is free now back to the kernel; what is freed later may be kept again."""
+    """Give freed memory back to the kernel, once; memory that is freed later is kept again."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

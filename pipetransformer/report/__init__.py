@@ -1,8 +1,12 @@
 """Record a run, tell callbacks of it, show its progress, and draw it.
 
-run_log ─► decision_records, records ─► pictures, freeze_pictures ─► figure_style     fit_report
-        └► closing_lines: what the cache spared, or a policy saw
-callbacks: what may be overridden, and is called      tensorboard: one of them
+run_log           turns steps and transitions into records, progress and lines
+records           records.jsonl, written and read; decisions among them
+progress          the bar
+fit_report        the table at the end, and closing lines
+callbacks         events for the user's callbacks; tensorboard is one of these
+pictures          report.png: learning, pipelines, time
+freeze_pictures   freezing.png: signals and decisions
 """
 
 from pipetransformer.report.callbacks import Callback, Events, check_callbacks

@@ -1,7 +1,4 @@
-"""Sum up what a run took and reached.
-
-Say at a run's end what freezing and caching came to, where that is not plain from progress.
-"""
+"""Sum up a run in a table, and in closing lines about freezing and the cache."""
 
 from __future__ import annotations
 
@@ -16,27 +13,25 @@ from pipetransformer.report.records import signals_of
 
 @dataclass
 class FitReport:
-    """Sum up a run, from its start on, whatever resumes it.
+    """Sum up a run from its start on, across resumes.
 
-    Every figure is the whole run's, the same on all ranks, but for `seconds`, those of each of
-    `transitions`, and `cache_bytes`: these are this rank's and its node's, since a resume, and
-    rank 0's and its node's before.
+    Every figure is the whole run's and the same on all ranks, with three exceptions: `seconds`,
+    the seconds of `transitions`, and `cache_bytes`. These are this rank's, or its node's, since
+    the last resume, and rank 0's before.
 
     Args:
         seconds: of training, observing and transitions, without evaluation.
         samples: trained on, of all replicas.
-        cache_hits, cache_misses: of these, those behind a frozen prefix whose activations were
-            read, and those whose were computed, by all or some of its layers.
-        cache_upgrades: of the latter those that were read, and computed on from there by the
-            layers that had frozen since.
-        cache_spared_s: about how many seconds of forwards, of all devices together, were so not
-            computed, by the times that were measured.
+        cache_hits: samples whose frozen prefix's activations were read.
+        cache_misses: samples whose activations were computed, by some or all of its layers.
+        cache_upgrades: misses that were read, and computed on by the layers that froze since.
+        cache_spared_s: estimated seconds of forwards that were spared, summed over devices.
         cache_bytes: the most that a node took for activations of training samples.
-        metrics, evaluated_at: of the last evaluation of the eval_dataset, and after which step.
-        training_loss: mean over the samples of the last epoch, as far as it was trained.
+        metrics, evaluated_at: the last evaluation of the eval_dataset, and the step before it.
+        training_loss: mean over the samples of the last epoch, which may be partial.
         frozen, length, replicas: frozen layers, K and R of the last step.
-        best_metric: the best `metric_for_best_model` of these evaluations, and after which step;
-            None before the first.
+        best_metric, best_step: the best `metric_for_best_model`, and the step before it; None
+            before the first evaluation.
     """
 
     seconds: float = 0.0
@@ -57,7 +52,7 @@ class FitReport:
     replicas: int = 0
 
     def __str__(self) -> str:
-        """Return a small table: what was reached and what it took; below it the transitions."""
+        """Return a small table of results and costs; below it the transitions."""
         values = [["training loss", _number(self.training_loss)]]
         after = "" if self.evaluated_at is None else f", evaluated after step {self.evaluated_at}"
         values += [[name, f"{_number(one)}{after}"] for name, one in self.metrics.items()]
@@ -84,7 +79,7 @@ class FitReport:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state)  # Fields that the state lacks keep their defaults.
 
 
 def _number(value: float | None) -> str:
@@ -93,10 +88,10 @@ def _number(value: float | None) -> str:
 
 
 def cache_line(report: FitReport) -> str:
-    """Say what the cache has spared; "" where nothing was looked up."""
+    """Write what the cache has spared; "" where nothing was looked up."""
     if not report.cache_hits + report.cache_misses:
         return ""
-    upgrades = report.cache_upgrades
+    upgrades = report.cache_upgrades  # Counted among the misses.
     parts = [
         f"{report.cache_hits} samples read",
         f"{upgrades} read and computed on from there" if upgrades else "",
@@ -108,7 +103,7 @@ def cache_line(report: FitReport) -> str:
 
 
 def nothing_frozen_line(num_asked: int, step: int, reason: str, seen: FreezeContext) -> str:
-    """Say that a policy froze nothing, with its last answer and what that was an answer to."""
+    """Write that a policy froze nothing, with its last answer and the signals before it."""
     ranges = [
         f"{name} {min(values):.3g} to {max(values):.3g}"
         for name, values in signals_of(seen).items()

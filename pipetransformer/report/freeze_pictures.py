@@ -1,4 +1,4 @@
-"""Draw what a policy saw and decided, and how layers came to be what they are in the end."""
+"""Draw a policy's signals and decisions, and each layer's similarity to its final state."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ _TITLES = {
     "probe_change": "Similarity-preserving loss",
 }
 
-
 _SHADOWED = re.compile(r"would have \d+ frozen( and \[.*?\] resting)?")
 _NUMBERS = re.compile(r"\d[\d.e+-]*")
 
 
 def decision_table(decisions: Sequence[RecordedDecision]) -> str:
-    """Write a line for every decision, and one for those in a row that say the same.
+    """Write a line for every decision, and one line for several in a row that are alike.
 
-    Such leave frozen and resting layers alone, as would what a `Shadow` wraps, and their reasons
-    differ in numbers alone; the line has the first one's. "rested" is what rested until then.
-    Below them stands what looks at the probe batch took, if there were any.
+    Such decisions change no layer, nor would the policy that a `Shadow` wraps, and their reasons
+    differ in numbers alone. The line has the first reason. "rested" are the layers that rested
+    until then. Below them stands the time of looks at the probe batch.
     """
     rows = [["steps", "epoch", "frozen", "rested", "loss", "reason"]]
     for _, equal in groupby(decisions, _said):
@@ -56,7 +55,7 @@ def decision_table(decisions: Sequence[RecordedDecision]) -> str:
 
 
 def _said(decision: RecordedDecision) -> tuple[object, ...]:
-    """Return what a decision shares with those that stand in one line with it."""
+    """Return what decisions of one line have in common."""
     seen, shadowed = decision.context, _SHADOWED.search(decision.reason)
     words = _NUMBERS.sub("", decision.reason)
     return seen.num_frozen, decision.num_frozen, seen.resting, shadowed and shadowed[0], words
@@ -65,8 +64,7 @@ def _said(decision: RecordedDecision) -> tuple[object, ...]:
 def draw_freezing(folder: Path) -> str:
     """Draw a run's signals and decisions as `freezing.png` into its folder; return a table.
 
-    Where the run took looks at its layers' outputs, also each layer's SVCCA with what it is after
-    the last one.
+    If the run looked at its layers' outputs, a panel has each layer's SVCCA with the last look.
 
     Raises:
         ValueError: the folder holds no decisions.
@@ -100,6 +98,7 @@ def draw_freezing(folder: Path) -> str:
 def _draw_frozen(axes: Axes, decisions: Sequence[RecordedDecision]) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    # The last decision holds until the end.
     steps = [one.context.step for one in decisions] + [decisions[-1].context.max_steps]
     frozen = [one.num_frozen for one in decisions] + [decisions[-1].num_frozen]
     axes.plot(steps, frozen, drawstyle="steps-post", linewidth=2.0)
@@ -109,7 +108,7 @@ def _draw_frozen(axes: Axes, decisions: Sequence[RecordedDecision]) -> None:
 
 
 def _draw_layers(axes: Axes, values: dict[int, list[float | None]], title: str) -> None:
-    """Draw a line for each layer over the steps; what is not known is a gap."""
+    """Draw a line for each layer over the steps; None is a gap."""
     from matplotlib import colormaps
 
     num_layers = max(map(len, values.values()))
@@ -126,7 +125,7 @@ def _draw_layers(axes: Axes, values: dict[int, list[float | None]], title: str) 
 def similarities(looks: dict[int, dict[int, Tensor]]) -> dict[int, list[float | None]]:
     """Return each layer's SVCCA between every look and the last one."""
     *_, last = looks.values()
-    # The files have them in the order of their names' letters, and none that was always frozen.
+    # A file's layers are sorted as text, "10" before "2", and lack those that were always frozen.
     layers = range(max(last) + 1)
     return {
         step: [svcca(grams[i], last[i]) if i in grams and i in last else None for i in layers]

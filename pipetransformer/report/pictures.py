@@ -1,6 +1,6 @@
-"""Report: one picture and a table of what a run did and where its time went.
+"""Draw one picture, and a table, of a run's learning, its pipelines and its time.
 
-Make figures and panels that look alike.
+The helpers below give all figures one look.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, 
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OWN_COLOR, OTHER_COLORS = "#0b6fb8", ("#8a8f98", "#59a14f")
 SECOND_COLOR, MARK_COLOR = "#e6842a", "#c44e52"
@@ -32,14 +33,14 @@ CATEGORY_COLORS = {
     "other": "#c7cbd1",
 }
 Runs: TypeAlias = Mapping[str, list[Record]]
-"""Records of runs by what they are called; the last is reported, up to two stand beside it."""
+"""Records of runs by name; the last is reported, and up to two stand beside it."""
 
 
 def draw_report(runs: Runs, path: Path) -> None:
     """Draw runs as a PNG of 1320 x 880 pixels.
 
     Raises:
-        ValueError: there is no epoch in the run.
+        ValueError: the last run has no epoch.
     """
     *_, reported = runs.values()
     metric = _metric(reported)
@@ -111,7 +112,7 @@ def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
 
 
 def _metric(records: list[Record]) -> str:
-    """Return what evaluations are drawn by: the accuracy, or what else there is, or the loss."""
+    """Return the metric to draw: the accuracy, or the first other one, or the loss."""
     evaluations = _of_kind(records, "evaluation")
     first = evaluations[0] if evaluations else {}
     named = [name for name in first if name not in EVALUATION_FIELDS]
@@ -195,7 +196,7 @@ def _epochs(records: list[Record]) -> list[Record]:
 
 
 def _line(axes: Axes, records: list[Record], field: str, **style: Any) -> None:
-    """Plot a field over the seconds since the start; where it is null or lacking is a gap."""
+    """Plot a field over the seconds since the start; null or missing is a gap."""
     seconds = [record["elapsed_s"] for record in records]
     axes.plot(seconds, with_gaps(record.get(field) for record in records), **style)
 
@@ -207,18 +208,14 @@ def _share_time(upper: Axes, lower: Axes) -> None:
     lower.set(xlabel="seconds since the start", xlim=(0, None))
 
 
-if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: training needs none of it.
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Make a figure of 110 pixels an inch; without pyplot, it leaves the caller's alone.
+    """Make a figure of 110 pixels an inch.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     require("matplotlib", purpose="drawing")
+    # Not pyplot, whose current figure is the caller's.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -227,7 +224,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def open_frame(*panels: Axes) -> None:
-    """Leave the frame's left and bottom alone."""
+    """Hide the top and right sides of panels' frames."""
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
 
@@ -238,5 +235,5 @@ def set_title(axes: Axes, title: str) -> None:
 
 
 def with_gaps(values: Iterable[float | None]) -> list[float]:
-    """Return what is drawn as a line with a gap at each None."""
+    """Replace None by NaN, which matplotlib draws as a gap."""
     return [math.nan if value is None else value for value in values]

@@ -1,4 +1,4 @@
-"""Show how far a run is: a bar on the terminal, and lines above it."""
+"""Show a run's progress: a bar on the terminal, and lines above it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class Progress:
-    """Draw a bar from `open` to `close`; what is said goes above it, or below a finished one.
+    """Draw a bar from `open` to `close`; lines go above it.
 
     Args:
-        is_shown: whether this process draws; where it does not, lines go into the log.
-        label: what stands before the bar.
+        is_shown: whether this process draws; otherwise lines go into the log.
+        label: stands before the bar.
     """
 
     def __init__(self, *, is_shown: bool, label: str | None) -> None:
@@ -27,7 +27,7 @@ class Progress:
         self._fields: dict[str, str] = {}
 
     def open(self, step: int, max_steps: int) -> None:
-        """Begin with so many steps done, which do not count for the rate."""
+        """Begin the bar at a step; earlier steps do not count for the rate."""
         if not self._is_shown:
             return
         # A log file gets a line every half minute instead of a bar redrawn in place.
@@ -42,14 +42,14 @@ class Progress:
         )
 
     def say(self, line: str) -> None:
-        """Write a line that does not touch the bar's."""
+        """Write a line above the bar."""
         if self._is_shown:
             tqdm.write(line)
         else:
             _LOGGER.info(line)
 
     def show(self, num_done: int, max_steps: int, fields: Mapping[str, str]) -> None:
-        """Draw the bar, when its time comes, with fields behind it."""
+        """Update the bar and the fields behind it; tqdm redraws it at intervals."""
         if self._bar is not None:
             self._fields = dict(fields)
             self._bar.total = max_steps
@@ -57,14 +57,14 @@ class Progress:
             self._bar.update(num_done - self._bar.n)
 
     def correct(self, field: str, text: str) -> None:
-        """Have one of the last step's fields say something else."""
+        """Change one of the last step's fields, once there are some."""
         if self._bar is not None and self._fields:
             self._fields[field] = text
             self._bar.set_postfix(self._fields, refresh=False)
 
     def close(self, *, is_whole: bool) -> None:
-        """Leave the bar as it is, whole where the run is over, and begin a line below it."""
-        # An open bar is drawn anew by the next one, and what is printed lands on its line.
+        """End the bar where it stands, or as a whole one, and begin a line below it."""
+        # An open bar is redrawn by the next one, and printed text lands on its line.
         if self._bar is not None:
             if is_whole:
                 self._bar.total = self._bar.n

@@ -1,33 +1,33 @@
-"""Records: what happened in a run, one JSON line each, with the same numbers in TensorBoard.
+"""Record a run's events, one JSON line each, with the same numbers in TensorBoard.
 
-Every record has `kind`, `step` and `elapsed_s`; the rest depends on its kind:
+Every record has `kind`, `step` and `elapsed_s`. The other fields depend on its kind:
 
     kind         fields
     step         epoch, loss, seconds, samples, frozen, length, replicas, micro_batches,
                  cache_hits, cache_misses, cache_upgrades (misses that were read, and computed on
                  from there), learning_rate, gradient_norm
-    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category); of an epoch
-                 in which the run ended as well, and then partial
+    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category); partial
+                 where the run ended within it
     evaluation   epoch, loss, accuracy, seconds
     transition   frozen_before, frozen, length, replicas, micro_batches, boundaries, seconds,
                  predicted_seconds, bytes_moved, resting, reason; a step's predicted_step_s,
                  predicted_step_before_s, measured_step_before_s
-    decision     what the policy saw (see `FreezeContext`): epoch, frozen_before, frozen_since,
-                 resting_before, loss, loss_slope, metrics, ..., signals (lists by layer);
-                 frozen, reason; look_seconds (of the probe), predicted_step_s (by frozen layers;
-                 null where predicting would have taken long); seconds of observing and deciding,
-                 where a transition's do not hold the latter
+    decision     the policy's `FreezeContext`: epoch, frozen_before, frozen_since, resting_before,
+                 loss, loss_slope, metrics, ..., signals (lists by layer); frozen, reason;
+                 look_seconds (of the probe), predicted_step_s (by frozen layers; null where
+                 predicting would have taken long); seconds of observing, and of deciding where no
+                 transition followed
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
 
-Losses are means over samples; samples, hits and misses are those of all replicas, a step's seconds
-rank 0's, an epoch's breakdown the mean over ranks. In a breakdown "transition" is deciding one and
-carrying it out, "deciding" is reading signals, and deciding to go on as before. `seconds` are wall
-time, `accuracy` is a fraction, `length` is the number of stages of a pipeline. What steps took
-before a transition, and its outcome, are without what filling a cache adds once, and without
-waiting for workers. A number that is not finite is null, because JSON has none.
+Losses are means over samples. Samples, hits and misses are summed over replicas. A step's seconds
+are rank 0's; an epoch's breakdown is the mean over ranks. There "transition" is deciding one and
+carrying it out; "deciding" is reading signals, and deciding to change nothing. `seconds` are wall
+time, `accuracy` is a fraction, `length` is a pipeline's number of stages. The step times of a
+transition and its outcome exclude the filling of a cache and waits for workers. A number that is
+not finite is null, because JSON has none.
 
-Record what a policy saw at each decision, so that any policy can be asked again later.
+A decision's record holds enough to ask another policy later (`read_decisions`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RECORDS_FILE = "records.jsonl"
 
 _BEGIN_A_STEP = ("decision", "transition", "step")
 _END_ONE = ("epoch", "evaluation", "checkpoint")
-"""Kinds of records of what precedes a step, or is it, and of what follows so many steps."""
+"""Kinds of records before or at a step, whose `step` is its index, and after a number of steps."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ _LOGGER = logging.getLogger(__name__)
 class Records:
     """Append one JSON line per step or event, and every number in it to TensorBoard.
 
-    A resumed run appends to what is there; its `elapsed_s` goes on from the last record, so time
-    spent dead is not counted. Steps repeated since the last checkpoint are recorded again. Where
-    the disk is full, records are lost, which is warned of once, and training goes on.
+    A resumed run appends to the file. Its `elapsed_s` continues from the last record, so time
+    between the runs is not counted. Steps repeated since the last checkpoint are recorded again.
+    On a full disk records are lost with one warning, and training goes on.
 
     Args:
         folder: gets records.jsonl; created if missing. None writes nothing.
-        listener: is handed each record as well.
+        listener: is called with each record.
         tensorboard: whether the folder also gets tensorboard/.
     Raises:
         ValueError: no line of the file is a record (single damaged ones are left out), or it is a
@@ -83,26 +83,22 @@ class Records:
         listener: RecordListener | None = None,
         tensorboard: bool = True,
     ) -> None:
-        self._started_s, self._loses = time.monotonic(), False
+        self._started_s, self._has_warned = time.monotonic(), False
         self._folder = folder
         self._listener = listener
         self._lines: LineFile | None = None
         self._board: SummaryWriter | None = None
         if folder is not None:
             try:
-                self._open(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                self._started_s -= _recover(folder / RECORDS_FILE)
+                self._lines = LineFile(folder / RECORDS_FILE)
                 self._board = _open_board(folder / "tensorboard") if tensorboard else None
             except OSError as error:
                 self._warn_once(error)
 
-    def _open(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / RECORDS_FILE
-        self._started_s -= _recover(path)
-        self._lines = LineFile(path)
-
     def log(self, kind: str, step: int, **fields: Any) -> None:
-        """Write one record: what happened (see the table above) after so many steps."""
+        """Write one record of a kind in the table above."""
         elapsed_s = round(time.monotonic() - self._started_s, 6)
         values = finite(fields)
         record = {"kind": kind, "step": step, "elapsed_s": elapsed_s, **values}
@@ -135,16 +131,16 @@ class Records:
         self._board = None
 
     def _warn_once(self, error: OSError) -> None:
-        if not self._loses:
+        if not self._has_warned:
             _LOGGER.warning("records are lost in %s: %s; training goes on", self._folder, error)
-        self._loses = True
+        self._has_warned = True
 
 
 def _open_board(folder: Path) -> SummaryWriter | None:
-    """Open TensorBoard's events, where it is installed."""
+    """Open TensorBoard's events, if it is installed."""
     try:
-        # torch's writer imports all of TensorFlow where that is installed, which takes seconds:
-        # only the one process that writes pays for it.
+        # Imported here, by the one process that writes: torch's writer imports all of TensorFlow
+        # if that is installed, which takes seconds.
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         _LOGGER.info("no TensorBoard events: install pipetransformer[report] for them")
@@ -174,9 +170,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def latest_branch(records: Iterable[Record]) -> list[Record]:
-    """Leave out what a resume has discarded, as steps behind its checkpoint are trained again.
+    """Leave out records that a resume has discarded: steps after its checkpoint are taken again.
 
-    A run that goes on at a step does so with that step's decision, transition or training.
+    A resumed run's first record is its step's decision, transition or training.
     """
     kept: list[Record] = []
     num_done = 0
@@ -191,7 +187,6 @@ def latest_branch(records: Iterable[Record]) -> list[Record]:
 
 
 def _parse(line: bytes) -> Record | None:
-    """Return a line's record, None where it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -201,13 +196,13 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _recover(path: Path) -> float:
-    """Leave out whole lines that are no records; return the seconds recorded."""
+    """Remove whole lines that are no records; return the last record's `elapsed_s`."""
     if not path.exists():
         return 0.0
     lines = path.read_bytes().split(b"\n")[:-1]
     whole = [(line, record) for line in lines if (record := _parse(line)) is not None]
     if lines and not whole:
-        read_records(path)  # Another program's file: it says so.
+        read_records(path)  # Another program's file: raises an error that names its first line.
     if len(whole) < len(lines):
         _LOGGER.warning(
             "%s: %d damaged lines are left out; the run goes on", path, len(lines) - len(whole)
@@ -239,10 +234,11 @@ def _scalars(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
 _SIGNALS = tuple(field.name for field in fields(LayerStats) if field.name in MEASURED_SIGNALS)
 _OTHERWISE = {"step", "layers", "num_frozen", "frozen_since", "resting", "predict"}
 _PLAIN = tuple(field.name for field in fields(FreezeContext) if field.name not in _OTHERWISE)
-"""What of a context is recorded as it is; its last two were not always."""
+"""Fields of a context that are recorded unchanged; older records lack the last two."""
 
 _SPARE_S, _SPARE_SHARE = 0.01, 0.01
-"""What predicting may take at a decision, and as a share of the training since the last one."""
+"""Limits of the time for predictions at a decision: absolute, and a share of the training since
+the last one; the larger counts."""
 
 
 @dataclass(frozen=True)
@@ -250,9 +246,9 @@ class RecordedDecision:
     """Hold a decision of a run.
 
     Attributes:
-        context: what its policy saw; `predict` answers as it did then, or, where that was not
-            recorded, as at the nearest earlier decision with recorded predictions.
-        look_s: what looking at the probe batch took before it.
+        context: the policy's; `predict` returns the recorded times, or the nearest earlier
+            decision's where none were recorded.
+        look_s: seconds of the look at the probe batch before it.
     """
 
     context: FreezeContext
@@ -270,36 +266,31 @@ class RecordedDecision:
 def decision_fields(
     context: FreezeContext, *, num_frozen: int, reason: str, interval_s: float
 ) -> dict[str, Any]:
-    """Return what a record of kind "decision" holds.
-
-    That is also what steps are predicted to take by frozen layers, if predicting is quick: on 8
-    ranks a pipeline for each of 12 layers takes about half a second to find, and training waits.
-    At step 0 it is predicted in any case.
+    """Return the fields of a record of kind "decision".
 
     Args:
         interval_s: seconds of training since the last decision, about.
     """
+    # Training waits: on 8 ranks finding a pipeline for each of 12 layers takes half a second. At
+    # step 0 it is worth that, as later decisions may then do without.
     spare_s = max(_SPARE_S, _SPARE_SHARE * interval_s) if context.step else math.inf
-    values = {
-        name: [getattr(layer, name) for layer in context.layers] for name in signals_of(context)
-    }
-    plain = {name: getattr(context, name) for name in _PLAIN if name != "metrics"}
+    layers = context.layers
     return {
-        **plain,
+        **{name: getattr(context, name) for name in _PLAIN if name != "metrics"},
         "metrics": dict(context.metrics),
         "frozen_before": context.num_frozen,
         "frozen_since": list(context.frozen_since),
         "frozen": num_frozen,
         "resting_before": list(context.resting),
         "reason": reason,
-        "parameters": [layer.num_parameters for layer in context.layers],
-        "signals": values,
+        "parameters": [layer.num_parameters for layer in layers],
+        "signals": {name: [getattr(one, name) for one in layers] for name in signals_of(context)},
         "predicted_step_s": _predictions(context, spare_s),
     }
 
 
 def signals_of(context: FreezeContext) -> dict[str, list[float]]:
-    """Return what is known of the layers, by signal; a signal is left out where nothing is."""
+    """Return the layers' known values by signal, without signals that no layer has."""
     known = {
         name: [v for layer in context.layers if (v := getattr(layer, name)) is not None]
         for name in _SIGNALS
@@ -311,8 +302,8 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
     """Return a run's decisions in order, without those that a resume has discarded.
 
     Raises:
-        ValueError: the folder holds no records, or no decision, or they lack the first one; or
-            steps trained more samples the more replicas there were.
+        ValueError: the folder holds no records, or no decision of step 0; or the batch grew with
+            the number of replicas.
     """
     path = folder / RECORDS_FILE
     records = latest_branch(read_records(path))
@@ -361,14 +352,14 @@ def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
 
 
 def _predictions(context: FreezeContext, spare_s: float) -> list[float | None] | None:
-    """Return the seconds of a step by frozen layers; None for one without a possible pipeline.
+    """Return the seconds of a step by frozen layers, None for a number without a pipeline.
 
-    None for all if that would take longer than `spare_s`.
+    All is None if predicting would take longer than `spare_s`.
     """
-    # This thread's time: what others do meanwhile says nothing of the planner.
+    # This thread's time alone: other threads' work must not count as the planner's.
     start = time.thread_time()
     found = [_prediction(context, 0)]
-    # The fewer layers are left to train, the sooner they are divided.
+    # Half, as fewer layers left to train are divided sooner.
     if (time.thread_time() - start) * context.num_layers / 2 > spare_s:
         return None
     return found + [_prediction(context, num) for num in range(1, context.num_layers + 1)]

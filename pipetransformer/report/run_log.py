@@ -1,4 +1,4 @@
-"""Turn what the trainer did into records, progress and one line for every transition."""
+"""Turn a run's steps and events into records, progress, and one line for every transition."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Collect a rank's times, and write and show the run's on rank 0.
+    """Collect a rank's times; write and show the run's on rank 0.
 
     Args:
-        freezes: whether there is a policy that may freeze something.
+        freezes: whether the policy may freeze something.
     """
 
     def __init__(self, world: World, config: TrainConfig, *, freezes: bool) -> None:
@@ -50,7 +50,7 @@ class RunLog:
         self.report = FitReport()
 
     def listen(self, listener: RecordListener) -> None:
-        """Have rank 0 hand over its records as well; asked for before they are opened."""
+        """Call a listener with rank 0's records; comes before `open`."""
         self._listener = listener
 
     def open(self) -> None:
@@ -68,8 +68,8 @@ class RunLog:
 
         Args:
             clock: of the coming step.
-            profile: tells messages from bubbles in the time waited.
-            cache_bytes: what a node's cache may come to take; 0 where nothing is cached.
+            profile: divides waiting time into messages and bubbles.
+            cache_bytes: the most that a node's cache may take; 0 where nothing is cached.
             unused: columns of the training set that the model does not take.
         """
         self._profile = profile
@@ -80,16 +80,20 @@ class RunLog:
         self._progress.open(clock.step, clock.max_steps)
 
     def say(self, line: str) -> None:
-        """Write a line on rank 0, beside the bar or in the log; nothing for ""."""
+        """Write a line on rank 0, beside the bar or in the log; "" writes nothing."""
         if line and self._world.is_main:
             self._progress.say(line)
 
     def finish(self) -> None:
-        """Show that the run is over, maybe before its last epoch, and say what came of it."""
-        if not self._is_finished:
-            self._is_finished = True
-            self._say_what_came_of_it()
-            self._progress.close(is_whole=True)
+        """Show that the run is over, maybe before its last epoch, with its closing lines."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        self.say(cache_line(self.report))
+        has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
+        if self._freezes and not has_frozen and self._last_asked is not None:
+            self.say(nothing_frozen_line(self._num_asked, *self._last_asked))
+        self._progress.close(is_whole=True)
 
     def stop_showing(self) -> None:
         """Leave the bar on the terminal, wherever the run is."""
@@ -105,7 +109,7 @@ class RunLog:
     def step(
         self, result: StepResult, *, decision: Decision, clock: Clock, num_samples: int
     ) -> None:
-        """Note a training step over so many samples; the clock is of that step."""
+        """Record a training step; the clock is of that step."""
         hits, misses, upgrades = result.cache_hits, result.cache_misses, result.cache_upgrades
         self.report.seconds += result.seconds
         self.report.samples += num_samples
@@ -117,6 +121,7 @@ class RunLog:
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
         self._reassign("data", "cache", result.stats.seconds)
+        # Waiting for messages counts as bubble; the profile's link tells which part is transfer.
         transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
         self._reassign("bubble", "transfer", transfer_s)
         self._epoch_samples += num_samples
@@ -152,40 +157,45 @@ class RunLog:
         self._progress.show(clock.step + 1, clock.max_steps, fields)
 
     def change(self, change: Change) -> None:
-        """Note what happened between two steps."""
+        """Record a decision and its transition between two steps."""
         decision, before = change.decision, change.before
         if before is not None and before.num_frozen < decision.num_frozen:
             self._depth_before = before.num_frozen
         self._has_frozen |= bool(decision.num_frozen or decision.resting)
-        if change.context is not None:
-            self._num_asked += 1
-            self._last_asked = decision.step, decision.reason, change.context
+        # The start's seconds are setup, and not the run's.
         spent_s = change.observe_s + (change.seconds if before else 0.0)
         self.report.seconds += spent_s
         carried_s = change.seconds if before and change.is_transition else 0.0
         self._spent["transition"] += carried_s
         self._spent["deciding"] += spent_s - carried_s
-        if change.context is not None and self._records is not None:
-            num_steps = decision.step - before.step if before else 0
-            seen = decision_fields(
-                change.context,
-                num_frozen=decision.num_frozen,
-                reason=decision.reason,
-                interval_s=num_steps * (change.step_before_s or 0.0),
-            )
-            self._record(
-                "decision",
-                decision.step,
-                **seen,
-                look_seconds=change.look_s,
-                seconds=spent_s - carried_s,
-                scales_batch=self._config.scale_batch,
-            )
-        if not change.is_transition:
-            return
-        plan, topology = decision.plan, self._topology(decision)
-        if topology.spares and (before is None or before.plan.length != plan.length):
-            self._warn_of_spares(topology)
+        if change.context is not None:
+            self._num_asked += 1
+            self._last_asked = decision.step, decision.reason, change.context
+            if self._records is not None:
+                self._record_decision(change, change.context, spent_s - carried_s)
+        if change.is_transition:
+            topology = self._topology(decision)
+            if topology.spares and (before is None or before.plan.length != topology.length):
+                self._warn_of_spares(topology)
+            self._record_transition(change)
+
+    def _record_decision(self, change: Change, context: FreezeContext, seconds: float) -> None:
+        decision, before = change.decision, change.before
+        num_steps = decision.step - before.step if before else 0
+        seen = decision_fields(
+            context,
+            num_frozen=decision.num_frozen,
+            reason=decision.reason,
+            interval_s=num_steps * (change.step_before_s or 0.0),
+        )
+        more = {"look_seconds": change.look_s, "seconds": seconds}
+        self._record(
+            "decision", decision.step, **seen, **more, scales_batch=self._config.scale_batch
+        )
+
+    def _record_transition(self, change: Change) -> None:
+        """Add a transition to the report and the records, and say it in a line."""
+        decision, before, plan = change.decision, change.before, change.decision.plan
         shape, seconds = self._shape(decision), change.seconds
         entry: dict[str, Any] = {"step": decision.step, **shape, "seconds": seconds}
         if before:
@@ -212,7 +222,7 @@ class RunLog:
             self.say(f"step {decision.step}: {change.sureness}")
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
-        """Note what steps take in the long run, beside what was predicted."""
+        """Record the lasting time of steps after a transition, beside the predicted one."""
         self._record(
             "outcome",
             step,
@@ -222,10 +232,7 @@ class RunLog:
         )
 
     def epoch(self, step: int, epoch: int, *, partial: bool = False) -> None:
-        """Note that an epoch is over, or the run within it. Collective.
-
-        What is known of one that is partial is kept, as a resume goes on with it.
-        """
+        """Record an epoch that is over, or is partial as the run ends within it. Collective."""
         gathered = gather_json(dict(self._spent), group=self._world.group)
         breakdown = {
             key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
@@ -242,10 +249,9 @@ class RunLog:
             samples_per_s=self._epoch_samples / max(seconds, 1e-9),
             **({"partial": True} if partial else {}),
         )
-        if partial:
-            return
-        self._spent.clear()
-        self._epoch_samples, self._epoch_loss = 0, 0.0
+        if not partial:  # A resume goes on with a partial epoch's sums.
+            self._spent.clear()
+            self._epoch_samples, self._epoch_loss = 0, 0.0
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         self.report.metrics, self.report.evaluated_at = metrics, step
@@ -261,8 +267,8 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank 0's part of the unfinished epoch, as plain values."""
-        spent = dict(self._spent)
-        return {"spent": spent, "samples": self._epoch_samples, "loss": self._epoch_loss}
+        sums = {"samples": self._epoch_samples, "loss": self._epoch_loss}
+        return {"spent": dict(self._spent), **sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
@@ -281,7 +287,7 @@ class RunLog:
         return self._world.topology(decision.plan.length)
 
     def _shape(self, decision: Decision) -> dict[str, int]:
-        """Return what records say of a decision."""
+        """Return the fields of a decision that records share."""
         return {
             "frozen": decision.num_frozen,
             "length": decision.plan.length,
@@ -290,14 +296,14 @@ class RunLog:
         }
 
     def _pipeline_fields(self, shape: Mapping[str, int]) -> dict[str, str]:
-        """Return what the bar says of pipelines: nothing where one process has all layers."""
+        """Return the bar's fields of pipelines: none where one process has all layers."""
         if self._world.size == 1:
             return {}
         kxr = f"{shape['length']}x{shape['replicas']}"
         return {"KxR": kxr, "M": str(shape["micro_batches"])}
 
     def _shape_text(self, decision: Decision) -> str:
-        if self._world.size == 1:  # M is told of where a batch does not go through at once.
+        if self._world.size == 1:  # M matters only where a batch is cut.
             num_micro_batches = decision.plan.num_micro_batches
             parts = f", M = {num_micro_batches}" if num_micro_batches > 1 else ""
             return f"frozen {decision.num_frozen}{parts}"
@@ -308,27 +314,22 @@ class RunLog:
         schedule = decision.plan.schedule + (f", {versions} weights" if versions else "")
         return f"{text.format(**self._shape(decision))}{shared} ({schedule})"
 
-    def _say_what_came_of_it(self) -> None:
-        """Say what the cache spared, and where a policy froze nothing what it saw."""
-        self.say(cache_line(self.report))
-        has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
-        if self._freezes and not has_frozen and self._last_asked is not None:
-            self.say(nothing_frozen_line(self._num_asked, *self._last_asked))
-
     def _forward_s(self, num_frozen: int) -> float:
-        """Return the seconds in which frozen layers compute a sample, as they were measured."""
+        """Return the measured seconds of a forward through the frozen layers, per sample."""
         profile = self._profile
         costs = [one.forward_s[-1] for one in profile.sublayers if one.layer < num_frozen]
         return sum(costs) / profile.batch_sizes[-1]
 
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
-        """Model the time on the links of what this rank receives in a step."""
+        """Estimate this rank's time for receiving messages in a step."""
         plan, link, topology = decision.plan, self._profile.link, self._topology(decision)
         if topology.is_spare(self._world.rank):
             return 0.0
         stage = topology.stage_of(self._world.rank)
         per_replica = num_samples / topology.replicas
         total_s = 0.0
+        # Activations come over the boundary below, gradients over the one above; the first and
+        # the last of `boundaries` are the model's ends.
         for boundary in plan.boundaries[max(stage, 1) : min(stage + 2, plan.length)]:
             sample_bytes = self._profile.sublayers[boundary - 1].output_bytes
             total_s += plan.num_micro_batches * link.latency_s

@@ -24,7 +24,7 @@ _FIELDS = {
     "length": "stages",
     "replicas": "replicas",
 }
-"""What is shown of a step's record, and its name there."""
+"""Fields of a step's record, and their tags."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -32,11 +32,11 @@ _LOGGER = logging.getLogger(__name__)
 class TensorBoard(Callback):
     """Write scalars on rank 0: `train/loss`, `train/samples_per_s`, `evaluation/accuracy`, ...
 
-    A run with `folder=` has every number of its records in `folder/tensorboard` anyhow. Where the
-    disk is full, what follows is lost, which is warned of, and training goes on.
+    A run with `folder=` has every number of its records in `folder/tensorboard` anyhow. On a full
+    disk this warns, later scalars are lost, and training goes on.
 
     Args:
-        folder: where to; None is torch's choice, a new folder in ./runs.
+        folder: None is torch's choice, a new folder in ./runs.
     Raises:
         ImportError: TensorBoard is not installed.
     """
@@ -72,13 +72,12 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(None if self._folder is None else str(self._folder))
-        # Also where a run fails, or steps are taken one by one: the rest is written then.
+        # Events are written late. A run that fails, or goes step by step, calls no on_train_end.
         self._close = weakref.finalize(self, _close, self._writer)
         return self._writer
 
 
 def _close(writer: SummaryWriter) -> None:
-    """Write what is left, where there is room for it."""
     try:
         writer.close()
     except OSError as error:
@@ -86,7 +85,7 @@ def _close(writer: SummaryWriter) -> None:
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield a record's tags and numbers; None is one that was not finite."""
+    """Yield a record's tags and numbers; None was not finite."""
     if record["kind"] == "step":
         for field, name in _FIELDS.items():
             yield f"train/{name}", record[field]

@@ -16,9 +16,9 @@ class BatchCut:
 
     Args:
         replicas: pipelines that share a batch.
-        num_micro_batches: into how many a replica cuts its slice, where their size is not fixed.
-        micro_batch_size: fixes where a global batch is cut, whatever the other two are; replicas
-            then share whole micro-batches. None splits evenly.
+        num_micro_batches: into which a replica cuts its slice, unless their size is fixed.
+        micro_batch_size: fixes where a global batch is cut; replicas then take whole micro-batches
+            each. None splits evenly.
     """
 
     replicas: int
@@ -26,7 +26,7 @@ class BatchCut:
     micro_batch_size: int | None
 
     def slices(self, num_samples: int) -> tuple[int, ...]:
-        """Return how many samples of a batch each replica takes, in their order."""
+        """Return how many samples of a batch each replica takes, in order."""
         if self.micro_batch_size is None:
             return split_evenly(num_samples, self.replicas)
         whole, rest = divmod(num_samples, self.micro_batch_size)
@@ -47,7 +47,7 @@ class BatchCut:
 
 @dataclass(frozen=True)
 class Turn:
-    """Say which of its stage's workers a rank is, of how many: they take micro-batches in turn."""
+    """Say which of its stage's workers a rank is; they take micro-batches in turn."""
 
     number: int = 0
     count: int = 1
@@ -62,9 +62,8 @@ class RankShare:
     """Say which samples are one rank's.
 
     Args:
-        cut: of all batches.
-        replica: whose slice of them it works on.
-        turn: the slice's micro-batches that are its own.
+        replica: takes one slice of each batch.
+        turn: the slice's micro-batches that are the rank's.
     """
 
     cut: BatchCut
@@ -73,14 +72,15 @@ class RankShare:
 
     def slice_of(self, ids: Tensor) -> tuple[Tensor, int]:
         """Return the replica's slice of a batch, and where in the batch it begins."""
+        # A spare's replica has the number behind the last: it takes nothing.
         sizes = (*self.cut.slices(len(ids)), 0)
         first = sum(sizes[: self.replica])
         return ids[first : first + sizes[self.replica]], first
 
     def rounds(self, num_samples: int, batch_size: int) -> list[Tensor]:
-        """Return the replica's part of the samples 0..num_samples-1, a batch's at a time.
+        """Return the replica's part of the samples 0..num_samples-1, round by round.
 
-        As many rounds as the largest replica has; the last ones may be empty.
+        All replicas have equally many rounds; the last ones may be empty.
         """
         own, _ = self.slice_of(torch.arange(num_samples))
         size = max(1, batch_size // self.cut.replicas)

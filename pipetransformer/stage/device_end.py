@@ -1,11 +1,11 @@
-"""End a step on the only GPU of a run without waiting for it: decide there, and tell a step late.
+"""End a step on a run's only GPU without waiting for it: decide there, and tell a step late.
 
     host    launch t | read t - 1 | launch t + 1  | read t       | ...
     GPU     ... t - 1 | t: forward, backward, end | t + 1 ...
 
-Whether a step is skipped, and by what its gradients are multiplied, follows from numbers that the
-GPU has. So it is decided there: the optimizer is told by a flag in GPU memory to leave its weights
-and moments as they are. The host reads a step's numbers when it has launched the next one.
+Whether a step is skipped, and the factor on its gradients, follow from numbers that the GPU has.
+A flag in GPU memory tells the optimizer to leave its weights and moments alone. The host reads a
+step's numbers when it has launched the next one.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ class LateNumbers:
         self.step = step
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
-        # The waiting thread sleeps: another writes the cache's rows meanwhile.
+        # A blocking event lets this thread sleep, while another writes the cache's rows.
         self._event = torch.cuda.Event(blocking=True)
         self._event.record()
         self._values: list[float] | None = None
 
     def wait(self) -> list[float]:
-        """Return the values, once the GPU has done the step."""
+        """Return the values once the GPU has computed them."""
         if self._values is None:
             self._event.synchronize()
             self._values = self._host.tolist()
         return self._values
 
     def numbers(self) -> StepNumbers:
-        """Return what a `StepResult` tells, once it is known."""
         loss, norm, skipped, *_ = self.wait()
         return StepNumbers(loss, norm, bool(skipped))
 
@@ -62,11 +61,8 @@ class DeviceEnd:
 
     Args:
         optimizer: of the parameters; must fit, see `fits`.
-        signals: measure the gradients.
-        parameters: all that are trained.
         max_grad_norm: limit of the gradient's norm; None for none.
-        keeps_bad: whether nothing is updated any more after a number that is not finite, as the
-            run ends then.
+        keeps_bad: whether a number that is not finite ends the run, so that no update follows.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class DeviceEnd:
         self._optimizer, self._signals = optimizer, signals
         self._parameters = list(parameters.values())
         self._limit, self._keeps_bad = max_grad_norm, keeps_bad
-        # A number in host memory is an argument of a launch; one of Python divides in two.
+        # A 0-dim tensor in host memory goes into one launch; a Python number divides in two.
         self._most = torch.tensor(max_grad_norm or 0.0, dtype=torch.float64)
         self._bad: Tensor | None = None
 
@@ -89,8 +85,8 @@ class DeviceEnd:
     def fits(optimizer: Optimizer | None, signals: IntervalSignals) -> bool:
         """Tell whether the update can be left out by a flag on the device.
 
-        torch's fused Adam and AdamW do so; its fused SGD would leave a first momentum unset. Sums
-        of gradients are for finite ones alone, and the host has to know.
+        torch's fused Adam and AdamW do so; its fused SGD would leave a first momentum unset.
+        Signals that sum gradients take finite ones alone, which the host must know.
         """
         heeds_flag = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and getattr(
             optimizer, "_step_supports_amp_scaling", False
@@ -104,19 +100,17 @@ class DeviceEnd:
         losses: Sequence[tuple[Tensor | float, Tensor | float]],
         num_samples: int,
     ) -> LateNumbers:
-        """Prepare the update by a step's gradients; the optimizer's step, which is to follow, does
-        it or leaves it out.
+        """Prepare the optimizer's step, which must follow and updates, or leaves all as it is.
 
         Args:
-            step: of the run.
             losses: sums and counts of the step's micro-batches.
-            num_samples: what the losses were divided by so far.
+            num_samples: the losses were divided by it so far.
         """
         total, count = (reduce(add, column) for column in zip(*losses, strict=True))
         correction, loss = _mean(total, count, num_samples)
         squares, square = self._signals.squared_norms(scale=correction)
         norm = square.sqrt()
-        # Not a number if one of them is not finite.
+        # inf - inf and anything with NaN is NaN, which differs from 0.
         bad = (loss + norm) - (loss + norm) != 0
         values = torch.cat((torch.stack((loss, norm, bad.double())), squares))
         self._scale(correction, norm)
@@ -124,7 +118,7 @@ class DeviceEnd:
         return LateNumbers(step, values)
 
     def _scale(self, correction: Tensor | None, norm: Tensor) -> None:
-        """Multiply the gradients by what the mean over the samples and the limit ask for."""
+        """Scale the gradients to the mean's, and clip them."""
         factor = correction
         if self._limit is not None:
             clip = torch.div(self._most, norm + 1e-6).masked_fill(norm <= self._limit, 1.0)
@@ -132,7 +126,7 @@ class DeviceEnd:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if factor is None or not gradients:
             return
-        for dtype in {g.dtype for g in gradients}:  # Of the same dtype it is one launch for all.
+        for dtype in {g.dtype for g in gradients}:  # One launch for all of a dtype.
             alike = [g for g in gradients if g.dtype == dtype]
             torch._foreach_mul_(alike, factor.to(dtype))
 
@@ -148,17 +142,17 @@ class DeviceEnd:
 def _mean(
     total: Tensor | float, count: Tensor | float, num_samples: int
 ) -> tuple[Tensor | None, Tensor]:
-    """Return what makes gradients of a sum over samples those of the mean, and the mean loss.
+    """Return the factor from a sum's gradients to the mean's, and the mean loss.
 
-    Both are 0-dim float64, the first one None for 1. Where nothing counts the mean is 0; where
-    something has no weight it is not finite.
+    Both are 0-dim float64; a factor of None is 1. Where nothing counts the mean is 0. A loss
+    without a count gives a mean that is not finite.
     """
     assert isinstance(total, Tensor), "a loss with a gradient is a tensor"
     if not isinstance(count, Tensor):
         assert count == num_samples, "what is counted on the host are samples"
         return None, total / count
     every = torch.tensor(float(num_samples), dtype=torch.float64)
-    # `where` would bring a number there by a copy that waits.
+    # torch.where would copy a Python number to the GPU, and wait.
     count = count.masked_fill((count == 0) & (total == 0), num_samples)
     return torch.div(every, count), total / count
 

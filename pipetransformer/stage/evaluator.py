@@ -1,4 +1,4 @@
-"""Find out what the model makes of a data set: losses, metrics, and where asked the outputs."""
+"""Evaluate the model on a data set: loss, metrics and, where asked for, outputs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from pipetransformer.stage.work import Results
 
 @final
 class Evaluator:
-    """Run the deployed model over data sets; all of it is collective.
+    """Run the deployed model over data sets. Collective.
 
     Args:
-        dataset: that of the evaluations, which goes through a cache of its own; None without any.
+        dataset: of the run's evaluations, with a cache of its own; None without evaluations.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Evaluator:
         self.feed = None if dataset is None else self._feed_of(dataset, keeps=1)
 
     def choose(self, dataset: SizedDataset | None) -> SizedDataset:
-        """Return what to evaluate, that of the evaluations by default, if it can be.
+        """Return the data set to evaluate; by default the run's own.
 
         Raises:
-            TypeError, ValueError: it has no length or no samples, or there is none.
+            TypeError, ValueError: there is none, or it has no length or no samples.
         """
         chosen = self.dataset if dataset is None else dataset
         if chosen is None:
@@ -76,7 +76,7 @@ class Evaluator:
         return self._collect(dataset, self._task.model.targets)
 
     def predict(self, dataset: SizedDataset) -> PredictionOutput:
-        """Return all outputs in order; a data set may have no targets, and then no metrics."""
+        """Return all outputs in order, and metrics if the data set has targets."""
         names = self._task.model.targets
         first = samples_of(self._task, dataset, needs_targets=False, evaluates=True).probe([0])
         return self._predict(dataset, names if first.keys() >= set(names) else ())
@@ -100,7 +100,7 @@ class Evaluator:
     def _collect(
         self, dataset: SizedDataset, targets: tuple[str, ...], kept: KeptOutputs | None = None
     ) -> dict[str, float]:
-        """Return the means over a data set, NaN for those of nothing; keep outputs where asked."""
+        """Return the means over a data set, NaN for those of nothing; add outputs to `kept`."""
         own, joined = Results(kept=kept), Results()
         feed, is_last = self.feed, self._timeline.is_over
         is_whole = targets == self._task.model.targets
@@ -108,9 +108,10 @@ class Evaluator:
             feed, is_last = self._feed_of(dataset, needs_targets=is_whole), True
         feed.follow_prefix()
         stage = self._stage()
-        feed.prefix.look_closely()
+        # Weights averaged for an evaluation are put in and out without a trace in versions.
+        self._prefix.compare_values_next()
         stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
-        feed.prefix.look_closely()  # When training goes on.
+        self._prefix.compare_values_next()
         if feed is not self.feed:
             feed.close()
         for totals in gather_json(own.read(), group=self._world.group):
@@ -122,7 +123,7 @@ class Evaluator:
     def _feed_of(
         self, dataset: SizedDataset, *, keeps: int = 0, needs_targets: bool = True
     ) -> SampleFeed:
-        """Return what serves a data set's samples, by default once."""
+        """Return a data set's feed, which by default caches nothing."""
 
         def to_come() -> Iterator[tuple[int, Tensor]]:
             stage = self._stage()

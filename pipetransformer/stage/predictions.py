@@ -1,15 +1,11 @@
-"""Keep a replica's outputs and targets in host memory while a data set passes.
+"""Keep outputs and targets of a data set, bring all replicas' together, and judge them.
 
-Bring the replicas' outputs together, in the order of the data set, on every rank.
-
-A replica's samples are a contiguous slice, and replicas are in order. Workers of one stage have
-micro-batches by turns; their rows are put in order in the end::
+A replica's samples are a contiguous slice, and replicas are in order. A stage's workers take
+micro-batches in turn, so their rows are sorted in the end:
 
     rank 1, last stage of replica 0    rows 0 1 2 3    padded to the widest of all
     rank 3, last stage of replica 1    rows 4 5 6
     every rank                         rows 0 1 2 3 4 5 6
-
-Judge predictions as a whole by the user's function, on rank 0 for all.
 """
 
 from __future__ import annotations
@@ -27,10 +23,13 @@ from autodp import broadcast_json, broadcast_tensor, gather_json
 from pipetransformer.config import EVALUATION_FIELDS, ComputeMetrics, PreprocessLogits
 from pipetransformer.errors import CallbackError
 
-OUTPUT = "output of the model"
-"""Its name beside the targets, which have their own."""
-IDS = "place in the data set"
-"""The name of what says which row is which sample's."""
+# Entries beside the targets, which have names of their own; the second says whose a row is.
+OUTPUT, IDS = "output of the model", "place in the data set"
+PADDING = -100
+"""What fills rows that are shorter than others: transformers' choice."""
+
+Array = np.ndarray[Any, Any]
+Labels = Array | tuple[Array, ...] | None
 
 _Entry = TypeVar("_Entry")
 
@@ -43,13 +42,12 @@ def as_labels(targets: Iterable[_Entry]) -> _Entry | tuple[_Entry, ...] | None:
 
 @final
 class KeptOutputs:
-    """Hold the outputs of a replica's last stage and their targets, micro-batch by micro-batch.
+    """Hold outputs and targets of a replica's last stage, in host memory.
 
-    Nothing of it stays on a device. Floating numbers are kept in float32: numpy knows no bfloat16,
-    and nobody asks for float64.
+    Floating numbers become float32: numpy knows no bfloat16.
 
     Args:
-        preprocess: makes of a micro-batch's outputs and targets what is kept of the outputs.
+        preprocess: maps a micro-batch's outputs and targets to what is kept of the outputs.
     """
 
     def __init__(self, preprocess: PreprocessLogits | None = None) -> None:
@@ -57,24 +55,24 @@ class KeptOutputs:
         self.parts: dict[str, list[Tensor]] = {}
 
     def add(self, output: Tensor, targets: Mapping[str, Tensor], ids: Tensor) -> None:
-        """Keep a micro-batch's output and targets, (n, ...) each, and which samples these are.
+        """Keep a micro-batch's output, targets and samples, (n, ...) each.
 
         Raises:
             CallbackError: `preprocess` raised.
             TypeError: it returned no tensor of as many rows.
         """
         if self._preprocess is not None:
-            # Copies, as the loss and the metrics are still to see what the model put out.
+            # Copies: the loss and the metrics still need the model's own output.
             labels = as_labels(target.clone() for target in targets.values())
             output = _preprocessed(self._preprocess, output.detach().clone(), labels)
         for name, tensor in {OUTPUT: output, IDS: ids, **targets}.items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            # A copy in any case: a loss may write into what it is given.
+            # Always a copy: the loss comes later, and may write into its arguments.
             copy = tensor.detach().to("cpu", dtype, copy=True)
             self.parts.setdefault(name, []).append(copy)
 
     def describe(self) -> dict[str, Any]:
-        """Say of each entry, in plain values, how many rows it has, of which dtype and shapes."""
+        """Describe each entry's rows in plain values."""
         return {
             name: {
                 "rows": sum(map(len, parts)),
@@ -100,17 +98,11 @@ def _preprocessed(preprocess: PreprocessLogits, output: Tensor, labels: Any) -> 
     return made
 
 
-PADDING = -100
-"""What fills the rows that are shorter than others: transformers' choice."""
-
-
-def gather_outputs(
-    kept: KeptOutputs, *, group: dist.ProcessGroup | None
-) -> dict[str, np.ndarray[Any, Any]]:
+def gather_outputs(kept: KeptOutputs, *, group: dist.ProcessGroup | None) -> dict[str, Array]:
     """Return outputs and targets by name, (N, ...) each, on every rank. Collective.
 
-    Where the second dimension differs, rows are padded with -100; truth values and unsigned
-    numbers, which cannot be -100, become int64. What was kept is let go of as it is copied.
+    Rows of unequal second dimension are padded with -100; bool and unsigned numbers, which cannot
+    be -100, become int64 then. What was kept is freed as it is copied.
 
     Raises:
         ValueError: on every rank: outputs differ in dtype, or in another dimension.
@@ -130,14 +122,14 @@ def gather_outputs(
             first += len(rows)
         arrays[name] = whole.numpy()
     ids = arrays.pop(IDS)
-    if (ids[1:] < ids[:-1]).any():
+    if (ids[1:] < ids[:-1]).any():  # Only workers that take turns leave rows out of order.
         places = ids.argsort()
         arrays = {name: array[places] for name, array in arrays.items()}
     return arrays
 
 
 def _make_whole(name: str, parts: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return what holds all ranks' rows; those of unequal width are padded to the widest."""
+    """Return an empty tensor for all ranks' rows, filled with padding if widths differ."""
     dtypes = {part["dtype"] for part in parts}
     shapes = {tuple(shape) for part in parts for shape in part["shapes"]}
     widest = tuple(map(max, zip(*shapes, strict=False)))
@@ -156,7 +148,7 @@ def _make_whole(name: str, parts: Sequence[Mapping[str, Any]]) -> Tensor:
 
 
 def _copy_into(rows: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy parts one below the other, each into the beginning of its rows."""
+    """Copy parts one below the other, each to the left of its rows."""
     first = 0
     for part in parts:
         place = rows[first : first + len(part)]
@@ -164,10 +156,6 @@ def _copy_into(rows: Tensor, parts: Sequence[Tensor]) -> None:
             place = place[:, : part.shape[1]]
         place.copy_(part)
         first += len(part)
-
-
-Array = np.ndarray[Any, Any]
-Labels = Array | tuple[Array, ...] | None
 
 
 class EvalPrediction(NamedTuple):
@@ -200,7 +188,7 @@ class PredictionOutput(NamedTuple):
 def judge(
     compute_metrics: ComputeMetrics, prediction: EvalPrediction, *, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """Return on every rank what the function says on rank 0. Collective.
+    """Return what the function returns on rank 0, on every rank. Collective.
 
     Raises:
         CallbackError: on every rank: the function raised.
@@ -232,7 +220,7 @@ def judge(
 
 
 def _as_plain(found: Any) -> dict[str, Any]:
-    """Return metrics as floats, or what is wrong with them."""
+    """Return {"metrics": floats by name}, or {"wrong": what else it is}."""
     if not isinstance(found, Mapping):
         return {"wrong": f"a {type(found).__name__}"}
     arrays = (Tensor, np.ndarray, np.generic)

@@ -21,7 +21,7 @@ from autopipe.schedule import forward_only, schedule_of
 from autopipe.trace import Recorder
 from freeze.signals import IntervalSignals
 from pipetransformer.errors import NonFiniteError
-from pipetransformer.feed import ComingStep, Rows, seed_torch
+from pipetransformer.feed import ComingStep, Rows, SampleError, seed_torch
 from pipetransformer.model import (
     LAYER,
     LossScale,
@@ -36,20 +36,14 @@ from pipetransformer.model import (
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.device_end import DeviceEnd, LateNumbers, where_in
-from pipetransformer.stage.refusals import (
+from pipetransformer.stage.diagnosis import (
     Origin,
     StageWatch,
     before_the_step,
     first_cause,
     where_it_began,
 )
-from pipetransformer.stage.step_result import (
-    StepEnd,
-    StepNumbers,
-    StepResult,
-    StepSums,
-    broken_down,
-)
+from pipetransformer.stage.step_result import Numbers, StepNumbers, StepResult, StepSums
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
@@ -68,6 +62,7 @@ class Stage:
 
     Attributes:
         index: which stage of its pipeline this rank is.
+        share: which samples this rank reads.
     """
 
     def __init__(
@@ -86,18 +81,14 @@ class Stage:
         self._world = world
         self._wiring = StageWiring(task, world, plan, topology, groups)
         self.index, self._timeout_s = self._wiring.index, self._wiring.timeout_s
-        # Among those of its pipeline.
+        # Schedules count all workers of a pipeline, stage by stage.
         self._worker = sum(topology.workers[: self.index]) + topology.worker_of(world.rank)
         self._groups, self._loss_scale = groups, loss_scale
         self._cut = BatchCut(
             topology.replicas, plan.num_micro_batches, task.config.micro_batch_size
         )
-        # A spare is a stage without sublayers, in a replica that has no samples.
-        self._trained = range(
-            *((0, 0) if self._wiring.is_spare else plan.boundaries[self.index : self.index + 2])
-        )
-        self._layers = self._wiring.layers(self._trained)
-        self.share = RankShare(self._cut, self._wiring.replica, self._layers.turn)
+        self._trained = self._wiring.indices
+        self.share = RankShare(self._cut, self._wiring.replica, self._wiring.turn)
         self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = build_optimizer(task, self.parameters)
@@ -105,6 +96,7 @@ class Stage:
             {task.model.sublayers[i].name: trained_parameters(task, (i,)) for i in self._trained},
             task.signals,
         )
+        # Stage 0 holds the frozen prefix, which nothing may write into either.
         prefix = range(plan.boundaries[0] if self.index == 0 else 0)
         self._modes = modes_of(task.model, self._trained, training=True)
         self._evaluation_modes = modes_of(task.model, self._trained, training=False)
@@ -122,10 +114,7 @@ class Stage:
             )
 
     def _end_for_device(self) -> DeviceEnd | None:
-        """Return what ends steps without the host, where that is possible.
-
-        Other processes, a loss scale and weight versions have the host decide.
-        """
+        """Return what ends steps on a run's only GPU; None where the host must decide."""
         config, optimizer = self._task.config, self.optimizer
         is_alone = self._world.size == 1 and self._world.device.type == "cuda"
         host_decides = self._loss_scale.is_dynamic or config.weight_versions is not None
@@ -141,14 +130,14 @@ class Stage:
         )
 
     def _tables(self) -> list[nn.Parameter]:
-        """Return the large embeddings' weights, of which a batch touches few rows."""
+        """Return the large embeddings' weights: replicas sum the touched rows alone."""
         modules = (self._task.model.sublayers[i].module for i in self._trained)
         device = self._world.device
         weights = {table.weight for one in modules for table in large_embeddings(one, device)}
         return [p for p in self.parameters.values() if p.requires_grad and p in weights]
 
     def close(self) -> None:
-        """Let go of all memory that is the stage's own, even if the stage itself is kept."""
+        """Free the stage's own memory, even if the stage itself is kept."""
         self.end_training()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -156,7 +145,7 @@ class Stage:
         self._device_end = self._unread = None
 
     def end_training(self) -> None:
-        """Take the hooks from parameters, which others may train then; it still evaluates."""
+        """Take the hooks off parameters, for others to train them; the stage still evaluates."""
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
@@ -170,64 +159,56 @@ class Stage:
         stops: bool = False,
         recorder: Recorder | None = None,
     ) -> StepResult:
-        """Train on one global batch.
+        """Train on one global batch. Collective.
 
         Args:
-            coming: the step; of its global batch this replica takes its slice.
             rows: gives stage 0 its samples.
-            next_ids: those of the step after it, where it is known that the same stages take it.
+            next_ids: the next global batch, where the same stages will train on it.
             stops: whether this rank asks to end the run.
-            recorder: takes down what runs when.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss has no gradient, or depends on
                 how the batch is split.
-            NonFiniteError: a loss or gradient is not finite anywhere, and the run is to end then;
-                from a run's only GPU a step late, with the weights that were before it.
+            NonFiniteError: a loss or gradient is not finite, with on_nonfinite="raise"; on a run's
+                only GPU a step late, with the weights from before that step.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start, intrusion = time.perf_counter(), self._begin_step()
         work = self._train_work(coming, rows, next_ids)
+        self._bring_samples(work)
         report = self._run(work, recorder)
         wrong = intrusion or self._watch.find_written()
+        spent_s = {
+            "compute": report.compute_s,
+            "bubble": report.wait_s,
+            "all_reduce": 0.0,
+            "data": work.data_s,
+        }
         end_step = self._end_step if self._device_end is None else self._end_on_device
-        end = end_step(coming, work, wrong=wrong, stops=stops)
-        total = time.perf_counter() - start
-        breakdown = broken_down(
-            total,
-            compute=report.compute_s + end.compute_s,
-            bubble=report.wait_s + end.idle_s,
-            all_reduce=end.reduce_s,
-            data=work.data_s,
-        )
-        return StepResult(
-            end.numbers,
-            total,
-            breakdown,
-            stops=end.sums.stops > 0,
-            stats=work.stats,
-            cache_hits=int(end.sums.hits),
-            cache_misses=int(end.sums.misses),
-            cache_upgrades=int(end.sums.upgrades),
-        )
+        numbers, sums = end_step(coming, work, spent_s, wrong=wrong, stops=stops)
+        seconds = time.perf_counter() - start
+        return StepResult.of(numbers, sums, work.stats, seconds=seconds, spent_s=spent_s)
 
     def settle(self) -> None:
-        """Wait for the last step's end, where it was not waited for.
-
-        Raises:
-            NonFiniteError: see `train_step`.
-        """
+        """Wait for the last step's numbers; raise as `train_step` where these are not finite."""
         unread, self._unread = self._unread, None
         if unread is not None:
             self._refuse_bad(*unread)
 
     def _end_step(
-        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
-    ) -> StepEnd:
-        """Sum over all ranks, and update. Collective."""
+        self,
+        coming: ComingStep,
+        work: TrainWork,
+        spent_s: dict[str, float],
+        *,
+        wrong: str,
+        stops: bool,
+    ) -> tuple[Numbers, StepSums]:
+        """Sum over all ranks, update, and add to the seconds spent. Collective."""
         start = time.perf_counter()
         was_early = self._reducer is not None and self._reducer.was_early
-        # What one rank finds wrong ends in the same way on all.
+        # What one rank finds wrong must end all ranks alike: a rank that raised by itself would
+        # leave the others waiting.
         own = replace(work.sums(), early=was_early, wrong=bool(wrong), stops=stops)
         sums = StepSums.of(self._sum_over_world(own.as_list()))
         if self._reducer is not None:
@@ -239,14 +220,20 @@ class Stage:
         if self._reducer is not None:
             self._reducer.own_gradients.clear()
         self._update(coming, skipped=skipped)
-        idle_s = reduce_s if self._wiring.is_spare else 0.0  # It has nothing to sum, and waits.
-        numbers = StepNumbers(loss, norm, skipped)
-        return StepEnd(numbers, sums, idle_s=idle_s, reduce_s=reduce_s - idle_s)
+        # A spare has nothing to sum: it waits.
+        spent_s["bubble" if self._wiring.is_spare else "all_reduce"] += reduce_s
+        return StepNumbers(loss, norm, skipped), sums
 
     def _end_on_device(
-        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
-    ) -> StepEnd:
-        """Launch the update, and wait for the step before."""
+        self,
+        coming: ComingStep,
+        work: TrainWork,
+        spent_s: dict[str, float],
+        *,
+        wrong: str,
+        stops: bool,
+    ) -> tuple[Numbers, StepSums]:
+        """Launch the update, wait for the step before, and add to the seconds spent."""
         start = time.perf_counter()
         assert self._device_end is not None
         found = replace(work.findings(), wrong=bool(wrong), stops=stops)
@@ -255,12 +242,12 @@ class Stage:
         self._update(coming, skipped=False)
         self.settle()
         self._unread = late, work.batches
-        # It is computing that is waited for.
-        return StepEnd(late.numbers, found, compute_s=time.perf_counter() - start)
+        spent_s["compute"] += time.perf_counter() - start  # The wait is for the GPU.
+        return late.numbers, found
 
     def _begin_step(self) -> str:
-        """Bring the stage into a step's state; say what the user has changed since, or ""."""
-        # Freed here and not at the end of a step, gradients leave their memory to the forward.
+        """Prepare the modules for a step; say what the user has changed since the last, or ""."""
+        # Freed right before the forward, gradients leave their memory to its activations.
         for parameter in self.parameters.values():
             parameter.grad = None
         set_modes(self._modes)
@@ -274,11 +261,11 @@ class Stage:
         next_ids: Tensor | None,
         first_micro_batch: int | None = None,
     ) -> TrainWork:
-        """Return what this rank computes of a global batch; see `MicroBatches` for its first."""
+        """Return what this rank computes of a global batch."""
         own, first = self.share.slice_of(coming.ids)
         following = None if next_ids is None else self.share.read_of(next_ids)
         return TrainWork(
-            self._layers,
+            self._wiring,
             MicroBatches(own, self._cut.sizes(len(own)), rows, following, first_micro_batch),
             step=coming.step,
             first_sample=first,
@@ -286,19 +273,35 @@ class Stage:
             probe=self._probe,
         )
 
+    def _bring_samples(self, work: LayerWork) -> None:
+        """Read a work's samples on stage 0; elsewhere wait for the header of what it will send."""
+        start, batches, own_ids = time.perf_counter(), work.batches, work.own_ids()
+        side_in = self._wiring.side_in
+        if self.index == 0 and len(own_ids):
+            # All at once: single micro-batches would fill few of the frozen prefix's chunks.
+            try:
+                whole = batches.rows.fetch(own_ids)
+            except SampleError as error:
+                raise SampleError(f"{work.where}{error}") from error
+            if batches.next_ids is not None and len(batches.next_ids):
+                batches.rows.read_ahead(batches.next_ids)
+            work.take(whole)
+        elif side_in is not None and batches.first is None:  # A stream has begun for all steps.
+            side_in.begin(batches.sizes, work.own)
+        work.data_s += time.perf_counter() - start
+
     def _refuse(self, steps: Sequence[StepSums], wrong: str, *, first_step: int) -> None:
         """Refuse to go on, on all ranks alike.
 
         Args:
             steps: what all ranks told of one step or several.
             wrong: what this rank found wrong, or "".
-            first_step: which step of the run the first one was.
         """
         if any(one.split for one in steps):
             self._probe.refuse()
         if any(one.wrong for one in steps):
             raise ValueError(wrong or "another rank refuses to go on; it says why")
-        # Later on a batch may have nothing to learn from.
+        # A later batch may have nothing to learn from.
         if first_step == 0 and not any(one.trained for one in steps):
             raise ValueError(
                 f"the loss {self._task.loss_fn.name!r} has no gradient by the model's output, and "
@@ -309,48 +312,49 @@ class Stage:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""
         probe = self._evaluation_probe
         with torch.no_grad(), in_mode(self._evaluation_modes):
-            # Every rank counts the largest replica's rounds, and hears of all others in each: a
-            # spare, or a replica without examples, waits for a round and not for the whole.
+            # Ranks meet in each round, so a spare, or a replica without examples, never waits for
+            # longer than a round takes. All count the largest replica's rounds.
             for ids in self.rounds(num_samples):
                 differs = False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
-                    work = EvaluationWork(self._layers, batches, results=results, probe=probe)
+                    work = EvaluationWork(self._wiring, batches, results=results, probe=probe)
                     self._run_forwards(work)
                     differs = probe.finds_difference()
                 if any(self._sum_over_world([float(differs)])):
                     probe.refuse()
 
     def rounds(self, num_samples: int) -> list[Tensor]:
-        """Return this replica's share of the examples 0..num_samples-1, as it evaluates them."""
+        """Return this replica's share of the examples 0..num_samples-1, in evaluation batches."""
         config = self._task.config
         return self.share.rounds(num_samples, config.eval_batch_size or config.global_batch_size)
 
     def look(self, ids: Tensor, rows: Rows) -> dict[int, Tensor]:
-        """Return this stage's active layers' Gram matrices, (n, n) each, over samples.
+        """Return this stage's active layers' Gram matrices, (n, n) each, over n samples.
 
-        Every replica runs all of them, in one micro-batch and without dropout.
+        Every replica runs all samples, in one micro-batch and without dropout.
         """
-        if self._wiring.is_spare or self._layers.turn.number:
-            return {}  # There is one micro-batch, the first workers'.
+        if self._wiring.is_spare or self._wiring.turn.number:
+            return {}  # Each stage's first worker takes the only micro-batch.
         with torch.no_grad(), in_mode(self._evaluation_modes):
-            work = LookWork(self._layers, MicroBatches(ids, (len(ids),), rows))
+            work = LookWork(self._wiring, MicroBatches(ids, (len(ids),), rows))
             self._run_forwards(work)
         return work.grams
 
     def _run_forwards(self, work: LayerWork) -> None:
-        workers = self.topology.workers
+        self._bring_samples(work)
         sizes = work.batches.sizes
-        program = forward_only(workers, len(sizes))[self._worker]
+        program = forward_only(self.topology.workers, len(sizes))[self._worker]
         run_program(program, work, self._links, sizes)
         work.finish_step()
 
     def _run(self, work: TrainWork, recorder: Recorder | None) -> StageReport:
-        """Run the schedule; a replica left without samples has none to run."""
+        """Run the schedule; a replica without samples has none."""
         if not (sizes := work.batches.sizes):
             return StageReport(0.0, 0.0, 0)
         workers = self.topology.workers
         program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]
+        # Sums over the replicas go on beside the last backward, which completes the gradients.
         arm = self._reducer.arm if self._reducer is not None else lambda: None
         report = run_program(
             program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
@@ -358,7 +362,7 @@ class Stage:
         work.finish_step()
         on_cuda = self._world.device.type == "cuda"
         if on_cuda and (self._device_end is None or recorder is not None):
-            # What was launched has yet to be computed.
+            # Kernels are launched only: the wait for them is part of the time they take.
             start = time.perf_counter()
             torch.cuda.current_stream().synchronize()
             computed_s = report.compute_s + time.perf_counter() - start
@@ -372,11 +376,13 @@ class Stage:
         if correction != 1 and gradients:
             torch._foreach_mul_(gradients, correction)
         squared = self.signals.squared_norm(self._sum_over_pipeline)
+        # NaN >= 0 is false; math.sqrt would raise for a negative sum.
         norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
         if math.isfinite(norm):
             self.signals.add_gradients()
         limit = self._task.config.max_grad_norm
         if limit is not None and norm > limit and gradients:
+            # The same factor as torch.nn.utils.clip_grad_norm_ has.
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return mean_of(sums.loss, sums.count), norm
 
@@ -408,13 +414,13 @@ class Stage:
         """Say what was not finite before a step: the samples, or weights that were given."""
         own = range(0 if self.index == 0 else self._trained.start, self._trained.stop)
         ids = batches.ids if self.index == 0 else batches.ids[:0]
-        return before_the_step(self._task, own, rows=batches.rows, ids=ids, is_first=step == 0)
+        return before_the_step(self._task, own if step == 0 else (), rows=batches.rows, ids=ids)
 
     def _cause_in_samples(self, coming: ComingStep, rows: Rows) -> str:
         """Say what is not finite in a step's samples, and what to do, or "". Collective."""
         own, _ = self.share.slice_of(coming.ids)
         ids = own if self.index == 0 else own[:0]
-        before = before_the_step(self._task, (), rows=rows, ids=ids, is_first=False)
+        before = before_the_step(self._task, (), rows=rows, ids=ids)
         cause = first_cause(before, self._world)
         return f"{cause.where}. {cause.advice}" if cause else ""
 
@@ -440,7 +446,7 @@ class Stage:
             for group in self.optimizer.param_groups:
                 factor = coming.learning_rate_factor(group.get(LAYER))
                 group["lr"] = group["initial_lr"] * factor
-            # An optimizer that rounds by chance must do so alike on all replicas.
+            # An optimizer that rounds stochastically must do so alike on all replicas.
             seed = mix_seed(self._task.config.seed, coming.step, self.index)
             seed_torch(seed, self._world.device)
             self.optimizer.step()
@@ -453,7 +459,7 @@ class Stage:
         return total.tolist()
 
     def _all_reduce(self, values: Tensor, what: str, *, patience: int = 1) -> None:
-        """Add up all ranks' values on the CPU, waiting no longer than so many steps may take."""
+        """Add up all ranks' values on the CPU; wait at most for `patience` steps."""
         with waiting_for(what, self._world.group):
             work = dist.all_reduce(values, group=self._world.group, async_op=True)
             # The world's group itself allows for the longer waits of a transition.
@@ -461,13 +467,14 @@ class Stage:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Tell whether this rank is the first of those that hold its stage."""
-        return self._wiring.replica == self._layers.turn.number == 0
+        """Tell whether this rank is the first of those that hold the same stage."""
+        return self._wiring.replica == self._wiring.turn.number == 0
 
     def _sum_over_pipeline(self, value: Tensor) -> Tensor:
         """Add up the stages' values, as their first ranks hold them."""
         if self._world.group is None:
             return value
+        # The ranks of a stage hold equal gradients after the reducer's sum, so one counts for all.
         own = value.to("cpu") if self.speaks_for_stage else torch.zeros((), dtype=value.dtype)
         self._all_reduce(own, "their part of the gradient's norm")
         return own.to(value.device)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
+from typing import TypeAlias
 
 from autocache import CacheStats
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Hold what a step computed.
-
-    Args:
-        loss: mean over the global batch.
-        gradient_norm: of the whole model, before clipping.
-        skipped: whether a non-finite number made every rank leave its weights as they were.
-    """
+    """Hold what a step computed; see `StepResult`."""
 
     loss: float
     gradient_norm: float
     skipped: bool
+
+
+Numbers: TypeAlias = StepNumbers | Callable[[], StepNumbers]
+"""What a step computed, or a function that waits for it."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,15 @@ class StepResult:
     """Report a training step.
 
     Args:
-        numbers: what it computed; on the only GPU of a run a function that waits for that.
-        seconds: this rank's time, in all and by what it was spent on.
+        numbers: what it computed; a function on a run's only GPU.
+        seconds, breakdown: this rank's time, in all and by what it was spent on.
         stops: whether a rank has asked to end the run.
         stats: of this rank's cache.
         cache_hits, cache_misses: samples of all replicas whose activations were read, or computed.
-        cache_upgrades: of the latter those that were read, and computed on from there.
+        cache_upgrades: those misses of which a lower layer's activations were read.
     """
 
-    numbers: StepNumbers | Callable[[], StepNumbers]
+    numbers: Numbers
     seconds: float
     breakdown: Mapping[str, float]
     stops: bool = False
@@ -45,9 +44,25 @@ class StepResult:
     cache_misses: int = 0
     cache_upgrades: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        numbers: Numbers,
+        sums: StepSums,
+        stats: CacheStats,
+        *,
+        seconds: float,
+        spent_s: Mapping[str, float],
+    ) -> StepResult:
+        """Report a step of which all ranks told `sums`; what `spent_s` leaves is "other"."""
+        breakdown = {**spent_s, "other": seconds - sum(spent_s.values())}
+        hits, misses, upgrades = map(int, (sums.hits, sums.misses, sums.upgrades))
+        stops = sums.stops > 0
+        return cls(numbers, seconds, breakdown, stops, stats, hits, misses, upgrades)
+
     @property
     def is_known(self) -> bool:
-        """Tell whether nothing need be waited for."""
+        """Tell whether the numbers are here, and need not be waited for."""
         return isinstance(self.numbers, StepNumbers)
 
     @property
@@ -71,22 +86,6 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class StepEnd:
-    """Say how a step ended on a rank: as in a `StepResult`, with the seconds behind its backwards.
-
-    Args:
-        sums: what all ranks told.
-        compute_s, idle_s, reduce_s: computing, waiting for other ranks, summing.
-    """
-
-    numbers: StepNumbers | Callable[[], StepNumbers]
-    sums: StepSums
-    compute_s: float = 0.0
-    idle_s: float = 0.0
-    reduce_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepSums:
     """Hold what a rank tells of a step, or what all do, added up.
 
@@ -98,8 +97,7 @@ class StepSums:
         wrong: ranks that found something wrong.
         stops: ranks that ask to end the run.
         squares: the gradient's squared norm, where it is not summed at once.
-        hits, misses: samples whose activations were read, and computed.
-        upgrades: of the latter those that were read, and computed on from there.
+        hits, misses, upgrades: samples; see `StepResult`.
     """
 
     loss: float = 0.0
@@ -120,8 +118,3 @@ class StepSums:
     @classmethod
     def of(cls, values: Iterable[float]) -> StepSums:
         return cls(*values)
-
-
-def broken_down(seconds: float, **parts: float) -> dict[str, float]:
-    """Return a step's seconds by what they were spent on; "other" is what the parts leave."""
-    return {**parts, "other": seconds - sum(parts.values())}

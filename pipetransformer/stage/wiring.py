@@ -1,10 +1,18 @@
-"""Connect a stage with the others of its pipeline: activations, gradients, side inputs."""
+"""Connect a stage with the others of its pipeline: activations, gradients, side inputs.
+
+Side inputs are attention masks and targets, which stage 0 reads. A micro-batch's entries travel
+as one message, each sample's bytes side by side. A header once a step names the entries, their
+dtypes and shapes. They travel through host memory, also between GPUs: they are small, and come
+from the data set or the cache there, so they wait for no computation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from autocache import Uploader
 from autodp import Groups, Topology
@@ -17,6 +25,7 @@ from autopipe.engine import (
     RoutedLink,
     Sender,
     StageLinks,
+    TensorSpec,
     Watchdog,
 )
 from autopipe.plan import PipelinePlan
@@ -24,90 +33,82 @@ from pipetransformer.errors import PeerError
 from pipetransformer.model import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
-from pipetransformer.stage.side_inputs import SideReceiver, SideSender
-from pipetransformer.stage.work import StageLayers
 
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
+_NAMES = {_HIDDEN_TAG: "activations", _GRADIENT_TAG: "gradients", _SIDE_TAG: "side inputs"}
 
 
 class StageWiring:
-    """Say where a stage is, and build its connections.
+    """Say where in its pipeline a rank is, what it runs, and which ranks it talks to.
 
     Attributes:
         index: which stage this rank is.
         is_spare: whether it is in no pipeline.
+        is_last: whether it is the last stage, which needs the targets.
+        indices: the sublayers it trains; none on a spare.
         replica: which pipeline it belongs to.
-        turn: which of its stage's workers in its pipeline it is, and of how many.
+        turn: the micro-batches that this worker of its stage takes.
         timeout_s: the longest wait for another rank.
+        uploader: copies from host memory to the device.
+        side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
+        side_in: on those stages, where these arrive.
     """
 
     def __init__(
         self, task: Task, world: World, plan: PipelinePlan, topology: Topology, groups: Groups
     ) -> None:
-        self.task, self.world, self.plan = task, world, plan
-        self.topology, self.groups = topology, groups
+        self.task, self.device = task, world.device
+        self._plan, self._topology, self._groups = plan, topology, groups
+        self._link_device = world.link_device
         self.index = topology.stage_of(world.rank)
         self.is_spare = topology.is_spare(world.rank)
+        self.is_last = self.index == topology.length - 1
         self.replica = topology.replica_of(world.rank)
-        self.turn = Turn()
-        if not self.is_spare:
-            self.turn = Turn(topology.worker_of(world.rank), topology.workers[self.index])
         self.timeout_s = task.config.step_limit_s(plan.predicted_step_s)
-
-    def layers(self, indices: range) -> StageLayers:
-        """Describe the stage's layers and how side inputs and targets reach it."""
-        name, host = "side inputs", torch.device("cpu")
-        side_out: tuple[SideSender, ...] = ()
-        side_in = None
+        self.uploader = Uploader(world.device)
+        self.side_out: tuple[SideSender, ...] = ()
+        self.side_in: SideReceiver | None = None
+        if self.is_spare:
+            self.turn, self.indices = Turn(), range(0)
+            return
+        self.turn = Turn(topology.worker_of(world.rank), topology.workers[self.index])
+        self.indices = range(*plan.boundaries[self.index : self.index + 2])
         if self.index == 0:
-            side_out = tuple(
+            self.side_out = tuple(
                 SideSender(
-                    [self._sender(rank, _SIDE_TAG, name) for rank in self._ranks_of(stage)], sides
+                    [self._sender(rank, _SIDE_TAG) for rank in self._ranks_of(stage)], names
                 )
-                for stage in range(1, self.topology.length)
-                if (sides := self._sides_of(stage))
+                for stage in range(1, topology.length)
+                if (names := self._sides_of(stage))
             )
-        elif not self.is_spare and self._sides_of(self.index):
-            side_in = SideReceiver(
-                [Receiver(self._peer(rank, _SIDE_TAG, name), host) for rank in self._ranks_of(0)]
+        elif self._sides_of(self.index):
+            host = torch.device("cpu")
+            self.side_in = SideReceiver(
+                [Receiver(self._peer(rank, _SIDE_TAG), host) for rank in self._ranks_of(0)]
             )
-        device = self.world.device
-        return StageLayers(
-            self.task,
-            indices,
-            device,
-            side_out,
-            side_in,
-            is_last=self.index == self.topology.length - 1,
-            turn=self.turn,
-            uploader=Uploader(device),
-        )
 
     def links(self) -> StageLinks:
-        """Build the links to the stages below and above; a spare has none.
-
-        Between GPUs one watchdog limits the waits of both: they are in one stream.
-        """
+        """Build the links to the stages below and above; a spare has none."""
         links = StageLinks()
         if self.is_spare:
             return links
-        on_cuda = self.world.link_device.type == "cuda"
-        watchdog = Watchdog(self.groups.abort, error=PeerError) if on_cuda else None
-        device = self.world.device
+        # Between GPUs both links wait in one stream, so one watchdog limits the waits of both.
+        on_cuda = self._link_device.type == "cuda"
+        watchdog = Watchdog(self._groups.abort, error=PeerError) if on_cuda else None
         previous, following = self.index - 1, self.index + 1
         if previous >= 0:
             links.below = _routed(
                 ProcessLinkBelow(
-                    Receiver(self._peer(rank, _HIDDEN_TAG, "activations", watchdog), device),
-                    self._sender(rank, _GRADIENT_TAG, "gradients", watchdog),
+                    Receiver(self._peer(rank, _HIDDEN_TAG, watchdog), self.device),
+                    self._sender(rank, _GRADIENT_TAG, watchdog),
                 )
                 for rank in self._ranks_of(previous)
             )
-        if following < self.topology.length:
+        if following < self._topology.length:
             links.above = _routed(
                 ProcessLinkAbove(
-                    self._sender(rank, _HIDDEN_TAG, "activations", watchdog),
-                    Receiver(self._peer(rank, _GRADIENT_TAG, "gradients", watchdog), device),
+                    self._sender(rank, _HIDDEN_TAG, watchdog),
+                    Receiver(self._peer(rank, _GRADIENT_TAG, watchdog), self.device),
                     needs_gradient=self._trains_up_to(following),
                 )
                 for rank in self._ranks_of(following)
@@ -116,31 +117,131 @@ class StageWiring:
 
     def _ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the workers of a stage of this rank's pipeline, in the order of their turns."""
-        return self.topology.stage_of_replica(self.replica, stage)
+        return self._topology.stage_of_replica(self.replica, stage)
 
     def _sides_of(self, stage: int) -> tuple[str, ...]:
-        names = self.task.model.sides_of(
-            self.plan.boundaries[stage], self.plan.boundaries[stage + 1]
-        )
-        is_last = stage == self.topology.length - 1
-        return (*names, *(self.task.model.targets if is_last else ()))
+        model, boundaries = self.task.model, self._plan.boundaries
+        is_last = stage == self._topology.length - 1
+        names = model.sides_of(boundaries[stage], boundaries[stage + 1])
+        return (*names, *(model.targets if is_last else ()))
 
     def _trains_up_to(self, stage: int) -> bool:
         """Tell whether a stage below this one trains anything."""
-        active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
+        active = range(self._plan.boundaries[0], self._plan.boundaries[stage])
         return bool(trained_parameters(self.task, active))
 
-    def _sender(self, rank: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Sender:
-        peer = self._peer(rank, tag, name, watchdog)
-        return Sender(peer, most_pending=sum(self.topology.workers) + 1)
+    def _sender(self, rank: int, tag: int, watchdog: Watchdog | None = None) -> Sender:
+        peer = self._peer(rank, tag, watchdog)
+        # 1F1B keeps at most as many micro-batches in flight as the pipeline has workers.
+        return Sender(peer, most_pending=sum(self._topology.workers) + 1)
 
-    def _peer(self, rank: int, tag: int, name: str, watchdog: Watchdog | None = None) -> Peer:
-        group = self.groups.backward if tag == _GRADIENT_TAG else self.groups.forward
+    def _peer(self, rank: int, tag: int, watchdog: Watchdog | None = None) -> Peer:
+        group = self._groups.backward if tag == _GRADIENT_TAG else self._groups.forward
         assert group is not None
+        name = _NAMES[tag]
         return Peer(rank, group, tag, name, self.timeout_s, watchdog, PeerError)
 
 
 def _routed(links: Iterable[Link]) -> Link:
-    """Return a link to one worker as it is, to several by turns."""
+    """Join the links to a stage's workers, which take micro-batches by turns."""
     all_links = list(links)
     return all_links[0] if len(all_links) == 1 else RoutedLink(all_links)
+
+
+class SideSender:
+    """Send the entries one other stage needs, to its workers by turns.
+
+    Args:
+        senders: to each worker, in the order of their turns.
+        names: of the entries.
+    """
+
+    def __init__(self, senders: Sequence[Sender], names: Sequence[str]) -> None:
+        self._senders = senders
+        self._names = names
+        self._announced: dict[Sender, dict[str, TensorSpec]] = {}
+
+    def send(self, micro_batch: int, batch: Mapping[str, Tensor]) -> None:
+        """Send a micro-batch's entries; those the dataset does not give are left out.
+
+        Raises:
+            ValueError: the entries or their shapes are not those of the step's first micro-batch.
+        """
+        sender = self._senders[micro_batch % len(self._senders)]
+        entries = {name: batch[name] for name in self._names if name in batch}
+        specs = {name: TensorSpec.of(tensor) for name, tensor in entries.items()}
+        if sender not in self._announced:
+            sender.send_header(specs)
+            self._announced[sender] = specs
+        elif specs != self._announced[sender]:
+            raise ValueError(
+                f"a micro-batch has the side inputs {specs}, the first one "
+                f"{self._announced[sender]}; samples of a step, with weight_versions= of all "
+                "steps between two pauses, need the same entries of one shape: pad them"
+            )
+        if entries:
+            # Entries are in host memory already: from a GPU `cpu()` would wait for all its work.
+            sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
+
+    def finish_step(self) -> None:
+        """Wait until all has left; the next step sends a new header."""
+        for sender in self._senders:
+            sender.flush()
+        self._announced.clear()
+
+
+class SideReceiver:
+    """Receive the entries this stage needs, in the order of its forwards.
+
+    Args:
+        receivers: from each worker of stage 0, in the order of their turns.
+    """
+
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self._receivers = receivers
+        self._specs: list[dict[str, TensorSpec]] = []
+
+    def begin(self, sizes: Sequence[int], order: Sequence[int]) -> None:
+        """Prepare a step: wait for the header of every worker that sends something.
+
+        Args:
+            sizes: of all micro-batches.
+            order: those that this worker takes.
+        """
+        count, self._specs = len(self._receivers), []
+        for number, receiver in enumerate(self._receivers):
+            own = [i for i in order if i % count == number]
+            receiver.begin(own, sizes)
+            specs = receiver.receive_header() if own else {}
+            if specs:
+                width = sum(_row_bytes(spec) for spec in specs.values())
+                receiver.spec = TensorSpec((width,), "uint8")
+                # Asked for only when it is needed, a message waits for a thread of the sender,
+                # which computes by then: 3 ms on a busy core.
+                receiver.post()
+            self._specs.append(specs)
+
+    def receive(self, micro_batch: int) -> dict[str, Tensor]:
+        """Return a micro-batch's entries."""
+        number = micro_batch % len(self._receivers)
+        specs = self._specs[number]
+        if not specs:
+            return {}
+        rows, entries = self._receivers[number].receive(micro_batch), {}
+        parts = rows.split([_row_bytes(spec) for spec in specs.values()], dim=1)
+        for (name, spec), part in zip(specs.items(), parts, strict=True):
+            # A slice of `rows` may not be aligned for the entry's dtype; fresh memory is.
+            entry = torch.empty(len(rows), *spec.shape, dtype=getattr(torch, spec.dtype))
+            if entry.numel():
+                _as_bytes(entry).copy_(part)
+            entries[name] = entry
+        return entries
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    width = math.prod(tensor.shape[1:])
+    return tensor.detach().contiguous().view(len(tensor), width).view(torch.uint8)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize

@@ -1,4 +1,4 @@
-"""Say what one stage computes on a micro-batch: to train, to evaluate, to look at its layers."""
+"""Compute one stage's part of a micro-batch: to train, to evaluate, to look at its layers."""
 
 from __future__ import annotations
 
@@ -11,44 +11,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN, CacheStats, Uploader
+from autocache import HIDDEN, CacheStats
 from autodp import mix_seed
 from autopipe.engine import Payload, StageWork
 from autopipe.loss import LossValue, SplitProbe, head_of
 from freeze.signals import gram
 from pipetransformer.config import Metric
-from pipetransformer.feed import Batch, Rows, SampleError, seed_plainly, seed_torch
-from pipetransformer.model import Task
-from pipetransformer.stage.batch_cut import Turn
+from pipetransformer.feed import Batch, Rows, seed_plainly, seed_torch
+from pipetransformer.stage.diagnosis import named
 from pipetransformer.stage.predictions import KeptOutputs
-from pipetransformer.stage.refusals import named
-from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from pipetransformer.stage.step_result import StepSums
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """Name what a stage runs.
-
-    Args:
-        task: whose sublayers.
-        indices: the sublayers this stage runs.
-        device: where they live.
-        side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
-        side_in: on those stages, where these arrive.
-        is_last: whether the targets are needed here, after the forward.
-        turn: the micro-batches that this worker of the stage takes.
-        uploader: brings what is in host memory to the device.
-    """
-
-    task: Task
-    indices: range
-    device: torch.device
-    side_out: tuple[SideSender, ...]
-    side_in: SideReceiver | None
-    is_last: bool
-    turn: Turn
-    uploader: Uploader
+from pipetransformer.stage.wiring import StageWiring
 
 
 @dataclass(frozen=True)
@@ -59,11 +32,8 @@ class MicroBatches:
         ids: (n,) int64 dataset indices, in order.
         sizes: samples of every micro-batch.
         rows: gives stage 0 their entries; asked once a step.
-        next_ids: (m,) those that this rank will fetch in the coming step, where they are known;
-            they are prepared meanwhile.
-        first: which micro-batch of a stream of steps the first one is. Side inputs are then the
-            stream's, and further steps are fetched before this one's backward, so that what is
-            fetched must be copied. None for a step by itself.
+        next_ids: (m,) samples of this rank's next fetch, to be read ahead; None if unknown.
+        first: number, in a stream of steps, of the first micro-batch; None for a step by itself.
     """
 
     ids: Tensor
@@ -73,7 +43,7 @@ class MicroBatches:
     first: int | None = None
 
     def in_stream(self, micro_batch: int) -> int:
-        """Return which micro-batch of the stream one of this step is."""
+        """Return a micro-batch's number in the stream."""
         return (self.first or 0) + micro_batch
 
 
@@ -82,15 +52,14 @@ class Results:
     """Collect what this rank makes of a data set.
 
     Args:
-        totals: [sum, count] of the loss and of each metric; a GPU's stay there until all are read.
-        kept: its outputs and targets, where these are asked for.
+        totals: [sum, count] of the loss and of each metric; tensors stay on their device.
+        kept: its outputs and targets; None where only totals are asked for.
     """
 
     totals: dict[str, list[Tensor | float]] = field(default_factory=dict)
     kept: KeptOutputs | None = None
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add one micro-batch's contribution, or another rank's."""
         before = self.totals.get(name, [0.0, 0.0])
         self.totals[name] = [
             one + _precise(more) for one, more in zip(before, (total, count), strict=True)
@@ -105,53 +74,65 @@ class LayerWork(StageWork):
     """Run a stage's sublayers on micro-batches, with the entries each of them takes.
 
     Attributes:
-        where: which step this is, for the beginning of an error's text.
+        where: which step this is: the beginning of errors' texts.
+        own: the micro-batches that this worker takes.
+        data_s: seconds spent on samples and side inputs.
     """
 
     where = ""
 
-    def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
-        self.layers = layers
+    def __init__(self, wiring: StageWiring, batches: MicroBatches) -> None:
+        self._wiring = wiring
         self.batches = batches
+        self.own = wiring.turn.own(len(batches.sizes))
         self._parts: dict[int, Batch] = {}
         self._sent: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
-        if layers.side_in is not None and batches.first is None:
-            # Until stage 0 has its data.
-            start = time.perf_counter()
-            layers.side_in.begin(batches.sizes, layers.turn.own(len(batches.sizes)))
-            self.data_s += time.perf_counter() - start
+
+    def take(self, whole: Batch) -> None:
+        """Take the entries of all own micro-batches' samples; on stage 0."""
+        in_stream = self.batches.first is not None
+        if not in_stream:  # In a stream all steps must have the same entries.
+            whole = without_full_masks(whole, self._wiring.task.model.optional_masks)
+        sizes = [self.batches.sizes[i] for i in self.own]
+
+        def cut(batch: Batch) -> dict[int, Batch]:
+            parts = {name: entry.split(sizes) for name, entry in batch.items()}
+            return {i: {name: of[n] for name, of in parts.items()} for n, i in enumerate(self.own)}
+
+        # A stream's next fetch may reuse the host memory before this copy has been made.
+        self._parts = cut(self._wiring.uploader.send(whole, wait=in_stream))
+        # Side inputs travel through host memory: sent from here, they wait for no GPU.
+        self._sent = cut(whole) if self._wiring.side_out else {}
 
     def first_input(self, micro_batch: int) -> Payload:
         start = time.perf_counter()
-        # For the whole step at once: few samples at a time would fill few of the prefix's chunks.
-        if not self._parts:
-            self._read()
-        for sender in self.layers.side_out:
+        for sender in self._wiring.side_out:
             sender.send(self.batches.in_stream(micro_batch), self._sent[micro_batch])
         batch = self._parts[micro_batch]
-        # Slices are copied: a layer may write into its input, and autograd counts writes for all
-        # slices of a tensor together.
+        # A layer may write into its input. Autograd counts writes for all slices of a tensor
+        # together, and a stream fetches further steps into the same memory.
         if len(self._parts) > 1 or self.batches.first is not None:
             batch = {name: part.clone() for name, part in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
-        name = HIDDEN if HIDDEN in batch else self.layers.task.model.inputs[0]
+        name = HIDDEN if HIDDEN in batch else self._wiring.task.model.inputs[0]
         return Payload((batch[name],))
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
         entries = self._entries_of(micro_batch)
         value: Tensor | Mapping[str, Tensor] = only_tensor(inputs)
-        if self.layers.indices.start == 0:
+        if self._wiring.indices.start == 0:
             value = entries
         try:
             value = self._run_layers(micro_batch, value, entries)
         except Exception as error:
-            if self.layers.indices.start:
+            # Only stage 0 has the samples themselves, to try them one by one.
+            if self._wiring.indices.start:
                 raise
-            task = self.layers.task
-            run = partial(task.model.run, last=self.layers.indices.stop)
+            task = self._wiring.task
+            run = partial(task.model.run, last=self._wiring.indices.stop)
             ids = self._ids_of(micro_batch)
             raise named(error, f"{self.where}the model", run, entries, ids) from error
         assert isinstance(value, Tensor)
@@ -161,23 +142,23 @@ class LayerWork(StageWork):
                 f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
                 "layer must keep the sample as its first dimension"
             )
-        if not self.layers.is_last:
+        if not self._wiring.is_last:
             del self._entries[micro_batch]
         return Payload((value,))
 
     def _run_layers(
         self, micro_batch: int, value: Tensor | Mapping[str, Tensor], entries: Batch
     ) -> Tensor | Mapping[str, Tensor]:
-        task = self.layers.task
-        with task.computing(self.layers.device):
-            for index in self.layers.indices:
+        task = self._wiring.task
+        with task.computing(self._wiring.device):
+            for index in self._wiring.indices:
                 self.seed(micro_batch, index)
                 value = task.run(index, value, sides=entries)
                 self.see(index, value)
         return value
 
     def _loss_of(self, micro_batch: int, output: Tensor, target: Any) -> LossValue:
-        loss_fn = self.layers.task.loss_fn
+        loss_fn = self._wiring.task.loss_fn
         try:
             return loss_fn(output, target)
         except Exception as error:
@@ -189,54 +170,34 @@ class LayerWork(StageWork):
 
             raise named(error, what, compute, given, ids) from error
 
+    def own_ids(self) -> Tensor:
+        """Return the samples of all own micro-batches, in order."""
+        return torch.cat([self.batches.ids[:0], *map(self._ids_of, self.own)])
+
     def _ids_of(self, micro_batch: int) -> Tensor:
         return self.batches.ids.split(list(self.batches.sizes))[micro_batch]
 
     def finish_step(self) -> None:
         """Wait until the side inputs have left."""
-        for sender in self.layers.side_out:
+        for sender in self._wiring.side_out:
             sender.finish_step()
 
     def seed(self, micro_batch: int, index: int) -> None:
-        """Prepare the random numbers of one sublayer's forward; evaluation needs none."""
+        """Seed what one sublayer's forward draws from; evaluation draws nothing."""
 
     def see(self, index: int, output: Tensor) -> None:
-        """Look at what a sublayer has made of a micro-batch."""
+        """Look at a sublayer's output."""
 
     def target(self, micro_batch: int) -> Any:
-        """Hand over a micro-batch's targets: a tensor, or a mapping of several."""
-        return self.layers.task.model.targets_of(self._entries.pop(micro_batch))
-
-    def _read(self) -> None:
-        """Fetch what the step's samples are given; cut it into own micro-batches' entries."""
-        batches, sizes = self.batches, list(self.batches.sizes)
-        own = self.layers.turn.own(len(sizes))
-        all_ids = batches.ids.split(sizes)
-        try:
-            whole = batches.rows.fetch(torch.cat([all_ids[i] for i in own]))
-        except SampleError as error:
-            raise SampleError(f"{self.where}{error}") from error
-        if batches.next_ids is not None and len(batches.next_ids):
-            batches.rows.read_ahead(batches.next_ids)
-        if batches.first is None:  # In a stream all steps have the same entries.
-            whole = without_full_masks(whole, self.layers.task.model.optional_masks)
-
-        def cut(batch: Batch) -> dict[int, Batch]:
-            parts = {name: entry.split([sizes[i] for i in own]) for name, entry in batch.items()}
-            return {i: {name: of[n] for name, of in parts.items()} for n, i in enumerate(own)}
-
-        # In a stream the memory read into may be read into again before a copy is made.
-        in_stream = batches.first is not None
-        self._parts = cut(self.layers.uploader.send(whole, wait=in_stream))
-        # From host memory, as long as they are there.
-        self._sent = cut(whole) if self.layers.side_out else {}
+        """Return a micro-batch's targets, once: a tensor, or a mapping of several."""
+        return self._wiring.task.model.targets_of(self._entries.pop(micro_batch))
 
     def _entries_of(self, micro_batch: int) -> Batch:
         if micro_batch not in self._entries:
-            side_in = self.layers.side_in
+            side_in = self._wiring.side_in
             number = self.batches.in_stream(micro_batch)
             entries = {} if side_in is None else side_in.receive(number)
-            self._entries[micro_batch] = self.layers.uploader.send(entries)
+            self._entries[micro_batch] = self._wiring.uploader.send(entries)
         return self._entries[micro_batch]
 
 
@@ -244,14 +205,13 @@ class TrainWork(LayerWork):
     """Scale each micro-batch's loss so that all gradients add up to the mean's.
 
     Args:
-        step: of the run, from 0.
         first_sample: position of this replica's first sample in the global batch.
-        divisor: of the losses' sum: the samples of the global batch, over the loss scale.
+        divisor: samples of the global batch, over the loss scale.
     """
 
     def __init__(
         self,
-        layers: StageLayers,
+        wiring: StageWiring,
         batches: MicroBatches,
         *,
         step: int,
@@ -259,33 +219,34 @@ class TrainWork(LayerWork):
         divisor: float,
         probe: SplitProbe,
     ) -> None:
-        super().__init__(layers, batches)
+        super().__init__(wiring, batches)
         self._step, self._divisor, self._probe = step, divisor, probe
         self.where = f"step {step}: "
         probe.begin_step()
         sizes = batches.sizes
+        # Positions in the global batch, which are the same however it is cut.
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self.losses: list[tuple[Tensor | float, Tensor | float]] = []
         self._num_with_gradient = 0
         self.stats = CacheStats()
 
     def seed(self, micro_batch: int, index: int) -> None:
-        # Dropout depends on the step, the layer and the samples, not on who computes them.
+        # Dropout depends on the step, the layer and the samples, not on the rank that computes.
         seed = mix_seed(
-            self.layers.task.config.seed, self._step, index, self._offsets[micro_batch]
+            self._wiring.task.config.seed, self._step, index, self._offsets[micro_batch]
         )
-        seed_torch(seed, self.layers.device)
-        model = self.layers.task.model
-        # What is not known to draw from them finds other numbers in each micro-batch; the last
-        # one's are the loss's, too.
-        if index in (self.layers.indices.start, len(model.sublayers) - 1, *model.plainly_random):
+        seed_torch(seed, self._wiring.device)
+        model = self._wiring.task.model
+        # Seeding Python and numpy is slow, so it is left to the sublayers that a probe has seen
+        # draw from them, to the first one, in case it missed some, and to the last, for the loss.
+        if index in (self._wiring.indices.start, len(model.sublayers) - 1, *model.plainly_random):
             seed_plainly(seed)
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return the micro-batch's part of the step's mean loss, times the loss scale.
 
-        A loss given as (sum, count) is divided by the samples of the global batch for now; the
-        gradients are corrected once the counts of all replicas are known.
+        A (sum, count) is divided by the global batch's samples for now. `Stage` corrects the
+        gradients once the counts of all replicas are known.
         """
         output = only_tensor(outputs)
         target = self.target(micro_batch)
@@ -293,6 +254,7 @@ class TrainWork(LayerWork):
         self._probe.watch(output, target)
         loss = self._loss_of(micro_batch, output, target)
         num_samples = len(output)
+        # Where the output needs no gradient, nothing below trains, and the loss need not have one.
         self._num_with_gradient += head_of(loss).requires_grad or not output.requires_grad
         if isinstance(loss, tuple):
             total, count = loss
@@ -312,7 +274,7 @@ class TrainWork(LayerWork):
         return replace(self.findings(), loss=self.loss_sum, count=count)
 
     def findings(self) -> StepSums:
-        """Return what was found of the losses; now and then this computes them once more."""
+        """Return what was found besides the losses; probes may compute losses once more."""
         split = float(self._probe.finds_difference())
         stats = self.stats = self.batches.rows.take_stats()
         return StepSums(
@@ -325,22 +287,19 @@ class TrainWork(LayerWork):
 
 
 class EvaluationWork(LayerWork):
-    """Add up losses and metrics, and keep the outputs only where asked to.
-
-    Samples without targets have neither loss nor metrics.
-    """
+    """Add up losses and metrics, of samples that have targets; keep outputs where asked to."""
 
     def __init__(
-        self, layers: StageLayers, batches: MicroBatches, *, results: Results, probe: SplitProbe
+        self, wiring: StageWiring, batches: MicroBatches, *, results: Results, probe: SplitProbe
     ) -> None:
-        super().__init__(layers, batches)
+        super().__init__(wiring, batches)
         self._results = results
         self._probe = probe
         probe.begin_step()
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
         output, entries = only_tensor(outputs), self._entries[micro_batch]
-        task = self.layers.task
+        task = self._wiring.task
         names = task.model.targets
         targets = {name: entries[name] for name in names if name in entries}
         if self._results.kept is not None:
@@ -352,7 +311,7 @@ class EvaluationWork(LayerWork):
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=task.loss_fn.ignore_index)
         for name, metric in metrics.items():
-            before = output._version
+            before = output._version  # Autograd counts writes in place.
             self._results.add(name, *_sum_and_count(name, metric(output, target)))
             if output._version != before:
                 raise ValueError(
@@ -368,17 +327,17 @@ class EvaluationWork(LayerWork):
 
 @final
 class LookWork(LayerWork):
-    """Keep the Gram matrix of each layer's outputs, by layer, in `grams`."""
+    """Keep the Gram matrix of each layer's outputs: `grams`, (n, n) each, by layer."""
 
-    def __init__(self, layers: StageLayers, batches: MicroBatches) -> None:
-        super().__init__(layers, batches)
+    def __init__(self, wiring: StageWiring, batches: MicroBatches) -> None:
+        super().__init__(wiring, batches)
         self.grams: dict[int, Tensor] = {}
 
     def see(self, index: int, output: Tensor) -> None:
-        sublayers = self.layers.task.model.sublayers
+        sublayers = self._wiring.task.model.sublayers
         layer = sublayers[index].layer
-        # Above it there is the head at least.
-        if layer < self.layers.task.model.num_layers and sublayers[index + 1].layer != layer:
+        # The head is above, so index + 1 exists.
+        if layer < self._wiring.task.model.num_layers and sublayers[index + 1].layer != layer:
             with torch.autocast(output.device.type, enabled=False):
                 self.grams[layer] = gram(output)
 
@@ -387,7 +346,6 @@ class LookWork(LayerWork):
 
 
 def _sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
-    """Take a metric's answer apart; a TypeError names the metric that gave something else."""
     try:
         total, count = answer
     except (TypeError, ValueError) as error:
@@ -398,21 +356,20 @@ def _sum_and_count(name: str, answer: Any) -> tuple[Any, Any]:
 
 
 def without_full_masks(batch: Batch, names: Sequence[str]) -> Batch:
-    """Return a batch without those masks, in host memory, by which nothing is padding.
+    """Return a batch, in host memory, without the masks that are 1 everywhere.
 
-    Attention has faster kernels without one. To ask a GPU would stop it.
+    Attention has faster kernels without a mask. A GPU would have to be waited for.
     """
     full = {name for name in names if name in batch and bool((batch[name] != 0).all())}
     return {name: entry for name, entry in batch.items() if name not in full}
 
 
 def _precise(value: Tensor | float) -> Tensor | float:
-    """Return a number to add up: in a small dtype sums stall or overflow."""
+    """Return a number to add up: in bfloat16 or float16 sums stall or overflow."""
     return value.detach().double() if isinstance(value, Tensor) else float(value)
 
 
 def only_tensor(payload: Payload) -> Tensor:
-    """Return the tensor of a payload that holds one."""
     (tensor,) = payload.tensors
     assert tensor is not None
     return tensor

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore
 from autocache.behind import WrittenBehind
+from autocache.device_store import ActivationStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore
-from tests.autocache.test_later_samples import pair
-from tests.autocache.test_prefix_cache import (
+from tests.helpers.cached import (
     CHUNK_SIZE,
     CPU,
     KEEP,
@@ -31,6 +30,7 @@ from tests.autocache.test_prefix_cache import (
     Samples,
     assert_bitwise_equal,
     compute_uncached,
+    pair,
     random_batches,
 )
 
@@ -182,7 +182,7 @@ def test_a_failed_check_is_known_as_soon_as_anybody_asks(behind: WrittenBehind) 
     assert behind.holds(check), "nothing is known yet"
     helper = threading.Thread(target=goes_on.set)
     helper.start()
-    assert behind.is_condemned
+    assert behind.is_condemned()
     helper.join(LIMIT_S)
 
 

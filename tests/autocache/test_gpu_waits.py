@@ -12,15 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache import reader as reader_module
-from autocache.activation_store import ActivationStore
+from autocache import prefix_cache as reader_module
 from autocache.behind import WrittenBehind
-from autocache.device_store import DeviceStore
-from autocache.prefix_cache import PrefixCache
-from autocache.reader import RowReader
+from autocache.device_store import ActivationStore, DeviceStore
+from autocache.prefix_cache import PrefixCache, RowReader
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore
-from tests.autocache.test_prefix_cache import (
+from tests.helpers.cached import (
     KEEP,
     NUM_LAYERS,
     NUM_TOKENS,
@@ -30,11 +28,15 @@ from tests.autocache.test_prefix_cache import (
     assert_bitwise_equal,
     compute_uncached,
 )
-from tests.stand_in_gpu import CUDA, OnGpu, StandInGpu, put_on_gpu, stand_in_gpu
+from tests.helpers.stand_in_gpu import CUDA, OnGpu, StandInGpu, put_on_gpu, stand_in_gpu
 
 CONTENT = RowContent(KEEP)
+
+
 SIZE = 4
 """Of a batch, and of a chunk."""
+
+
 KINDS = ("host", "device")
 
 
@@ -148,3 +150,42 @@ def test_memory_is_read_into_again_only_once_its_rows_have_reached_the_gpu(
         reader._buffers[-1].sent = Sent(number)  # type: ignore[assignment]
     assert noted == list(range(num_reads - reader_module._NUM_BUFFERS))
     reader.close()
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_goes_to_other_stages_beside_the_frozen_prefix_is_in_host_memory(
+    stored: bool,
+) -> None:
+    # The cache gave targets and masks on the device, and they were sent from there, to a receive
+    # in host memory: every pipeline of two stages with a frozen layer waited for ever.
+    entries = {"x": torch.randn(6, 4), "mask": torch.ones(6, 4), "y": torch.arange(6)}
+    content = RowContent(("mask", "y"))
+
+    def load(ids: Tensor) -> dict[str, Tensor]:
+        return {name: entry[ids] for name, entry in entries.items()}
+
+    def run_layers(batch: dict[str, Tensor], first: int, last: int) -> Tensor:
+        assert {entry.device for entry in batch.values()} == {META}
+        return batch["x"] * 2
+
+    store = None
+    if stored:
+        one = load(torch.tensor([0]))
+        store = RowStore.in_memory(content.layout(one, one["x"]), 6)
+        store.write(torch.arange(6), 1, full_rows(entries, store))
+    cache = PrefixCache(
+        run_layers, chunk_size=4, stamps=[1], store=store, device=META, content=content
+    )
+    rows = cache.fetch(torch.tensor([3, 1, 3, 5]), load, depth=1)
+    assert rows["hidden"].device == META and rows["hidden"].shape == (4, 4)
+    assert torch.equal(rows["y"], torch.tensor([3, 1, 3, 5]))
+    assert rows["mask"].is_cpu and rows.keys() == {"hidden", "mask", "y"}
+
+
+def full_rows(entries: dict[str, Tensor], store: RowStore) -> dict[str, Tensor]:
+    """Make all rows of a store; digests that are never asked for."""
+    rows = {"hidden": entries["x"], **entries, "digest": torch.zeros(6, dtype=torch.int64)}
+    return {field.name: rows[field.name] for field in store.layout.fields}

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from autocache.prefix_cache import PrefixCache
-from autocache.prefix_chunks import SampleRows, filling, room_in_chunks
-from autocache.row_content import RowContent
+from autocache.prefix_chunks import filling, room_in_chunks
+from autocache.row_content import Positions, RowContent
 from autocache.store import RowStore
-from autocache.unequal_lengths import Positions
-from tests.autocache.test_prefix_cache import (
+from tests.helpers.cached import (
     CHUNK_SIZE,
     CPU,
     KEEP,
@@ -27,6 +26,7 @@ from tests.autocache.test_prefix_cache import (
     Samples,
     assert_bitwise_equal,
     compute_uncached,
+    pair,
 )
 
 
@@ -58,11 +58,6 @@ class World:
         )
         alone = compute_uncached(Prefix(), wanted, depth, Samples())
         assert_bitwise_equal(found, alone)
-
-
-def pair(ids: list[int] | Tensor) -> SampleRows:
-    tensor = torch.as_tensor(ids, dtype=torch.int64)
-    return tensor, tensor
 
 
 @contextmanager

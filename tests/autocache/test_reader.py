@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autocache.layout import RowField, RowLayout
-from autocache.reader import RowReader
+from autocache.prefix_cache import RowReader
 from autocache.row_content import HIDDEN
 from autocache.store import RowStore
 

@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,43 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from autocache import ActivationStore, DeviceStore
 from autocache import store as store_module
 from autocache.layout import RowField, RowLayout
 from autocache.store import NamelessFilesError, RowStore
-from tests.pool import another_process
-
-NUM_ROWS = 12
-# Lengths that are no multiple of the 8-byte words the check sums, and a scalar.
-LAYOUT = RowLayout(
-    (
-        RowField("hidden", (3, 5), torch.float32),
-        RowField("mask", (3,), torch.bool),
-        RowField("y", (), torch.int64),
-    )
-)
-
+from tests.helpers.cached import CPU, LAYOUT, NUM_ROWS, assert_rows_equal, make_rows
+from tests.helpers.pool import another_process
 
 SHM = Path("/dev/shm")
+
+
 LINUX_ONLY = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux has files without a name"
 )
-
-
-def make_rows(ids: Tensor, layout: RowLayout = LAYOUT) -> dict[str, Tensor]:
-    """Return rows that are a function of the ids, so that a misplaced row shows."""
-    rows = {}
-    for field in layout.fields:
-        seeds = torch.arange(int(torch.tensor(field.shape).prod()))
-        values = (ids[:, None] * 37 + seeds * 11) % 97
-        rows[field.name] = values.to(field.dtype).reshape(len(ids), *field.shape)
-    return rows
-
-
-def assert_rows_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, row in wanted.items():
-        assert found[name].dtype == row.dtype, name
-        assert torch.equal(found[name], row), name
 
 
 def flip_a_bit(path: Path, at: int) -> None:
@@ -72,22 +48,47 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStore]:
         yield made
 
 
-def test_rows_written_are_read_back_bitwise_in_any_order_and_repeated(store: RowStore) -> None:
+@pytest.fixture(params=["named", "nameless", "device"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ActivationStore]:
+    """Make a store in a file, or on a device, which here is the host's memory."""
+    if request.param == "device":
+        made: ActivationStore = DeviceStore(LAYOUT, NUM_ROWS, device=CPU)
+    elif request.param == "named":
+        made = RowStore.create(tmp_path / "rows", LAYOUT, NUM_ROWS)
+    elif sys.platform == "linux":
+        made = RowStore.create_nameless(SHM, LAYOUT, NUM_ROWS)
+    else:
+        pytest.skip("only Linux has files without a name")
+    yield made
+    made.close()
+
+
+def test_rows_written_are_read_back_bitwise_in_any_order_and_repeated(
+    any_store: ActivationStore,
+) -> None:
     ids = torch.tensor([7, 0, 11, 3])
-    store.write(ids, 5, make_rows(ids))
+    any_store.write(ids, 5, make_rows(ids))
     asked = torch.tensor([3, 11, 11, 7, 0])
-    read = store.read(asked, [5])
+    read = any_store.read(asked, [5])
     assert read.depth.tolist() == [1, 1, 1, 1, 1]
     assert_rows_equal(read.rows, make_rows(asked))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.uint8])
-def test_every_dtype_is_read_back_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
-    layout = RowLayout((RowField("hidden", (3, 3), dtype),))
+def test_every_dtype_is_read_back_bitwise(
+    tmp_path: Path, dtype: torch.dtype, on_device: bool
+) -> None:
+    layout = RowLayout((RowField("hidden", (3, 3), dtype), *LAYOUT.fields[1:]))
     ids = torch.arange(4)
-    with RowStore.create(tmp_path / "rows", layout, 4) as store:
-        store.write(ids, 1, make_rows(ids, layout))
-        assert_rows_equal(store.read(ids, [1]).rows, make_rows(ids, layout))
+    store: ActivationStore = (
+        DeviceStore(layout, 4, device=CPU)
+        if on_device
+        else RowStore.create(tmp_path / "rows", layout, 4)
+    )
+    store.write(ids, 1, make_rows(ids, layout))
+    assert_rows_equal(store.read(ids, [1]).rows, make_rows(ids, layout))
+    store.close()
 
 
 def test_depth_tells_which_stamp_a_row_has_and_hits_survive_beside_misses(store: RowStore) -> None:
@@ -120,10 +121,10 @@ def test_a_rewritten_row_answers_to_its_new_stamp_only(store: RowStore) -> None:
     assert_rows_equal(store.read(ids, [7]).rows, make_rows(ids + 20))
 
 
-def test_ids_beyond_the_capacity_are_not_stored_and_miss(store: RowStore) -> None:
+def test_ids_beyond_the_capacity_are_not_stored_and_miss(any_store: ActivationStore) -> None:
     ids = torch.tensor([NUM_ROWS, 2, NUM_ROWS + 5, 0])
-    store.write(ids, 3, make_rows(ids))
-    read = store.read(ids, [3])
+    any_store.write(ids, 3, make_rows(ids))
+    read = any_store.read(ids, [3])
     assert read.depth.tolist() == [0, 1, 0, 1]
     assert_rows_equal({k: v[1::2] for k, v in read.rows.items()}, make_rows(ids[1::2]))
 

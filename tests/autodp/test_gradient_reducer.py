@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autodp.gradient_reducer import GradientReducer
-from tests.gradients import (
+from tests.helpers.gradients import (
     BUCKET_BYTES,
     EVERYBODY,
     WORLD,
@@ -24,7 +24,7 @@ from tests.gradients import (
     world,
     wrong_sums,
 )
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import autodp.groups
 from autodp.groups import GroupPool, Groups, build_groups
 from autodp.topology import Topology
 from autopipe.plan.request import fitting_lengths
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 
 def pool(timeout_s: float = 30.0) -> GroupPool:

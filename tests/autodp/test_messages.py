@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autodp import messages
 from autodp.messages import broadcast_json, broadcast_tensor, gather_json
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 VALUES: list[Any] = [
     None,

@@ -13,7 +13,7 @@ from autodp.moves import Move, largest_incoming_bytes, plan_moves
 from autodp.topology import Topology
 from autopipe.plan.request import fitting_lengths
 from pipetransformer.elastic.shards import OPTIMIZER, Ownership
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 Holders = dict[str, frozenset[int]]
 Sizes = dict[str, int]

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autodp.rank_sums import MessageSums, SharedSums, Sums, reserved_bytes, sums_of
-from autodp.shared_memory import share_memory
-from tests.gradients import WORLD, world
-from tests.pool import Pool
+from autodp.rank_sums import MessageSums, SharedSums, Sums, reserved_bytes, share_memory, sums_of
+from tests.helpers.gradients import WORLD, world
+from tests.helpers.pool import Pool
 
 SIZES = ((1000, torch.float32), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32))
 NUM_BYTES = sum(reserved_bytes(size, dtype) for size, dtype in SIZES)

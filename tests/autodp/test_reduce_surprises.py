@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.gradients import (
-    BUCKET_BYTES,
-    backward,
-    make_parameters,
-    reducing,
-    wrong_sums,
-)
-from tests.pool import Pool
+from tests.helpers.gradients import BUCKET_BYTES, backward, make_parameters, reducing, wrong_sums
+from tests.helpers.pool import Pool
 
 
 def poison(culprits: dict[int, int], value: float) -> list[list[int]]:

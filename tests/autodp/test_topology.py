@@ -9,7 +9,7 @@ import torch.distributed as dist
 from autodp.groups import build_groups, open_links
 from autodp.topology import Topology
 from autopipe.plan.request import fitting_lengths, length_choices, replicas_of
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 CLUSTERS = [(num_ranks, slots) for num_ranks in range(1, 25) for slots in range(1, 10)]
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from autopipe.balance.balance import balance_by_size, balance_by_time
 from autopipe.profile import chain
 from autopipe.skip.skip_layers import pop, skippable, stash
-from tests.autopipe.balance.test_layer_costs import AddLeaves, Timed
-from tests.autopipe.profile.test_profile import Clock
-from tests.pipes import Call, linears, on_cpu, ramp
+from tests.helpers.clocks import AddLeaves, Clock, Timed
+from tests.helpers.pipes import Call, linears, on_cpu, ramp
 
 
 def by_time(partitions: int, module: nn.Sequential, sample: Any, **options: Any) -> list[int]:

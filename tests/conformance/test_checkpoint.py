@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autopipe.engine.current_micro_batch import is_checkpointing, is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.loss import Loss
-from tests.pipes import (
+from tests.helpers.pipes import (
     CLOSE,
     Call,
     assert_same_gradients,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopipe.balance.balance import balance_by_size, balance_by_time
 from autopipe.gpipe.module import GPipe
 from tests.conformance.test_skip import u_net
-from tests.pipes import MODES, Call, assert_same_gradients, linears, ramp
+from tests.helpers.pipes import MODES, Call, assert_same_gradients, linears, ramp
 
 pytestmark = pytest.mark.cuda
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.gpipe.module import GPipe
-from tests.pipes import Call, every_mode, linears, on_cpu, ramp
+from tests.helpers.pipes import Call, every_mode, linears, on_cpu, ramp
 
 # Only a hang takes this long; it is then an error instead.
 HANG_S = 20.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autopipe.gpipe.module import GPipe
 from autopipe.gpipe.partition_checks import flatten_sequential
 from autopipe.skip.skip_layers import skippable
-from tests.pipes import MODES, Call, assert_transparent, linears, on_cpu, ramp
+from tests.helpers.pipes import MODES, Call, assert_transparent, linears, on_cpu, ramp
 
 
 class Stringlike:

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.gpipe.module import GPipe
-from tests.pipes import Call, assert_same_gradients, every_mode, mean_loss, on_cpu, ramp, wrapped
+from tests.helpers.pipes import (
+    Call,
+    assert_same_gradients,
+    every_mode,
+    mean_loss,
+    on_cpu,
+    ramp,
+    wrapped,
+)
 
 
 @every_mode

@@ -16,7 +16,7 @@ from autopipe.schedule import Op
 from autopipe.skip.routes import Namespace
 from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing
-from tests.pipes import (
+from tests.helpers.pipes import (
     CLOSE,
     Call,
     assert_same_gradients,

@@ -20,7 +20,7 @@ from tests.conformance.test_skip import (
     StashStashPop,
     made,
 )
-from tests.pipes import every_mode, on_cpu, ramp
+from tests.helpers.pipes import every_mode, on_cpu, ramp
 
 
 def test_verification_names_each_mismatch_of_the_manual() -> None:

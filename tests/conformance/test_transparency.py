@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.pipes import (
+from tests.helpers.pipes import (
     CLOSE,
     MODES,
     Call,

@@ -21,7 +21,7 @@ from experiments.benchmarks.measuring.jpegs import Jpegs, make_jpegs
 from experiments.benchmarks.measuring.loop_process import LoopProcess
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
 from experiments.benchmarks.measuring.timed_loop import RivalTask, Sentences, sentences_task
-from tests.pool import prepared
+from tests.helpers.pool import prepared
 
 TINY = data.DataSetting(
     num_images=8, batch_size=4, num_pixels=64, width=32, depth=2,

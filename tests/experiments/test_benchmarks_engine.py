@@ -40,7 +40,7 @@ from experiments.benchmarks.measuring.rounds import (
     interleave,
     of_bubble_bound,
 )
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 TINY = Encoder(width=8, hidden=16, sequence=4, batch_size=16)
 TINY_UNET = UNet(2, 2, 32, 4)

@@ -18,7 +18,7 @@ from experiments.benchmarks.transition_run import (
 )
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 TINY_VIT = TransitionSetting("test_vit", image_size=32, batch_size=4, num_steps=2)
 TINY = ["--model", "test_vit", "--image-size", "32", "--batch-size", "4", "--steps", "2"]

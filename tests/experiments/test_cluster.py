@@ -18,9 +18,9 @@ from torchvision.transforms import v2
 
 from experiments.cluster.train_vit import images, main
 from pipetransformer.report.records import RECORDS_FILE, read_records
-from tests.marks import slow
-from tests.measured import measuring, never
-from tests.nodes import ROOT, Cluster, logs, run_nodes
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, never
+from tests.helpers.nodes import ROOT, Cluster, logs, run_nodes
 
 CLUSTER = ROOT / "experiments" / "cluster"
 SCRIPTS = [CLUSTER / "slurm.sh", CLUSTER / "ssh.sh"]

@@ -37,8 +37,8 @@ from experiments.tasks.squad import read_questions
 from experiments.tasks.text_model import TextSource
 from freeze import FreezeContext, FreezeDecision, FreezePolicy
 from pipetransformer.checkpoint import write_model_folder
-from tests.experiments.smoke_runs import frozen_from, losses, smoke, summary
-from tests.marks import slow
+from tests.helpers.marks import slow
+from tests.helpers.smoke_runs import frozen_from, losses, smoke, summary
 
 BF16 = ("--precision", "bf16")
 

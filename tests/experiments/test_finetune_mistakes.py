@@ -40,9 +40,9 @@ from pipetransformer.checkpoint import write_model_folder
 from pipetransformer.cli import main
 from pipetransformer.elastic import elasticity
 from pipetransformer.stage import PredictionOutput
-from tests.experiments.smoke_runs import smoke
-from tests.experiments.tiny_scripts import write_squad
-from tests.models import tiny_data, tiny_model
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.smoke_runs import smoke
+from tests.helpers.tiny_scripts import write_squad
 
 
 def test_a_killed_run_goes_on_with_its_own_options_alone(tmp_path: Path) -> None:

@@ -12,12 +12,8 @@ from experiments import bert, vit
 from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.finetune.usage import UsageError
-from freeze import (
-    FreezeSchedule,
-    NeverFreeze,
-    PaperRule,
-)
-from tests.experiments.smoke_runs import smoke
+from freeze import FreezeSchedule, NeverFreeze, PaperRule
+from tests.helpers.smoke_runs import smoke
 
 
 @pytest.mark.parametrize(

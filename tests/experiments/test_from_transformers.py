@@ -17,14 +17,8 @@ from experiments.from_transformers import glue, question_answering
 from experiments.from_transformers.script import TrainerArguments, trainer_class
 from experiments.tasks.squad import answer_tokens
 from pipetransformer import FreezeSchedule
-from tests.experiments.tiny_scripts import (
-    answerer,
-    classifier,
-    write_mrpc,
-    write_squad,
-    write_sst2,
-)
-from tests.pool import Pool
+from tests.helpers.pool import Pool
+from tests.helpers.tiny_scripts import answerer, classifier, write_mrpc, write_squad, write_sst2
 
 ROOT = Path(__file__).parents[2]
 USUAL = """

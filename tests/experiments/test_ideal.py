@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.profile.profile import Profile, SublayerCost
 from experiments.ideal import ideal_seconds
-from tests.costs import FREE
+from tests.helpers.costs import FREE
 
 
 def profile(batch_sizes: tuple[int, ...] = (1,)) -> Profile:

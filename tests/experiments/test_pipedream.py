@@ -15,7 +15,7 @@ from experiments.pipedream.__main__ import main
 from experiments.pipedream.drawn import all_drawn
 from experiments.pipedream.networks import NETWORKS, build
 from experiments.pipedream.simulated import predict
-from tests.profile_text import profile_text
+from tests.helpers.costs import profile_text
 
 
 def chain(*costs: tuple[float, float]) -> LayerGraph:

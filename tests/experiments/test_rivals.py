@@ -16,8 +16,8 @@ from experiments import vit
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.plain_loop import PlainLoop, own_part
 from experiments.rivals.saved_loop import SAVED_LOOP
-from tests.adapted import answerer, batch_for, classifier, targets_for
-from tests.experiments.smoke_runs import losses, smoke
+from tests.helpers.adapted import answerer, batch_for, classifier, targets_for
+from tests.helpers.smoke_runs import losses, smoke
 
 WEIGHTS = "model.safetensors"
 

@@ -23,7 +23,7 @@ from experiments.tasks.squad import (
     score,
     text_offsets,
 )
-from tests.experiments.tiny_scripts import write_squad
+from tests.helpers.tiny_scripts import write_squad
 
 NBSP, EN_DASH = "\u00a0", "\u2013"
 

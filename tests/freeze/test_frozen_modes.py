@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from freeze import apply
-from tests.freeze.test_in_place import Block, Net, same, state
+from tests.helpers.freezing import Block, Net, same, state
 
 
 class Listed(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import (
@@ -21,37 +21,8 @@ from transformers import (
 
 from freeze import apply, find_layers
 from freeze.advisor import Observer
-from tests.pool import Pool
-
-
-class Block(nn.Module):
-    """Transform with dropout and running statistics, so that modes show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.norm(self.linear(x)))
-        return out
-
-
-class Net(nn.Module):
-    """Stack blocks between an embedding and a head."""
-
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(4))
-        self.embed = nn.Linear(3, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) + self.shift
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
+from tests.helpers.freezing import Block, Net, same, state
+from tests.helpers.pool import Pool
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -60,14 +31,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(6, 3)).square().mean().backward()
     optimizer.step()
-
-
-def state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
-    return all(torch.equal(before[name], after[name]) for name in before)
 
 
 def frozen(parameter: nn.Parameter) -> bool:

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
-from tests.adapted import LENGTH, classifier
-from tests.measured import freely, measuring
-from tests.models import tiny_data, tiny_model
-
-NUM_SENTENCES = 24
-
-
-class Sentences(Dataset[dict[str, Tensor]]):
-    """Sentences of 1 to LENGTH tokens, padded at their ends."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(1, 20, (NUM_SENTENCES, LENGTH), generator=generator)
-        lengths = torch.arange(NUM_SENTENCES) % LENGTH + 1
-        self.mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-        self.reads = 0
-
-    def __len__(self) -> int:
-        return NUM_SENTENCES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.reads += 1
-        label = self.ids[index].sum() % 3
-        return {"input_ids": self.ids[index], "attention_mask": self.mask[index], "labels": label}
+from pipetransformer.measure import Measurements
+from tests.helpers.adapted import LENGTH, classifier
+from tests.helpers.feeds import NUM_SENTENCES, Sentences
+from tests.helpers.inspection import evaluation_feed_of, feed_of, store_of
+from tests.helpers.measured import freely, measuring, never
+from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
@@ -103,7 +86,7 @@ def test_a_short_sentence_touches_only_its_own_bytes() -> None:
     ):  # fmt: skip
         for _ in range(NUM_SENTENCES // 8):
             trainer.step()
-        store = trainer._feed._store
+        store = store_of(trainer)
         assert store is not None
         words = store._parts[0][1].view(torch.float64).view(NUM_SENTENCES, LENGTH, -1)
         lengths = Sentences().mask.sum(1)
@@ -127,19 +110,16 @@ def test_random_augmentation_trains_uncached_unless_its_views_are_counted(
 def test_views_are_the_training_set_s_alone() -> None:
     with (
         measuring(freely),
-        Trainer(
-            tiny_model(),
-            Augmented(),
+        tiny_trainer(
+            data=Augmented(),
             eval_dataset=tiny_data(),
-            loss_fn=nn.CrossEntropyLoss(),
             freeze=FreezeSchedule([1]),
             epochs=6,
             cache_views=2,
-            progress=False,
         ) as trainer,
     ):
         trainer.fit()
-        feeds = trainer._feed, trainer._evaluator.feed
+        feeds = feed_of(trainer), evaluation_feed_of(trainer)
         stores = [feed._store for feed in feeds if feed is not None]
         sizes = [store.num_rows for store in stores if store is not None]
     assert sizes == [2 * len(tiny_data()), len(tiny_data())]
@@ -158,15 +138,13 @@ def test_rounded_activations_are_the_same_in_every_epoch_and_near_the_exact_ones
     for dtype in (None, "bfloat16", "float16"):
         with (
             measuring(freely),
-            Trainer(
+            tiny_trainer(
                 tiny_model(dtype=torch.float32),
                 tiny_data(dtype=torch.float32),
-                loss_fn=nn.CrossEntropyLoss(),
                 optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0),
                 freeze=FreezeSchedule([2]),
                 epochs=3,
                 global_batch_size=26,
-                progress=False,
                 cache_dtype=dtype,
             ) as trainer,
         ):
@@ -199,3 +177,67 @@ def test_rows_that_would_not_be_read_again_are_not_written(epochs: int, is_cache
     )
     assert trainer.decision is not None and trainer.decision.use_cache == is_cached
     assert (trainer.report.cache_hits > 0) == is_cached
+
+
+EPOCHS = 3
+
+
+def slowly(*arguments: Any, **options: Any) -> Measurements:
+    """Find that a cache is slower than computing."""
+    measured = never(*arguments, **options)
+    return dataclasses.replace(measured, cache_bytes_per_s=1.0)
+
+
+def train_rounding(
+    model: nn.Module, data: TensorDataset, **settings: Any
+) -> tuple[list[float], int]:
+    """Train with one frozen layer; evaluate two data sets of the same samples, too."""
+    found = []
+    with Trainer(
+        model,
+        data,
+        eval_dataset=data,
+        loss_fn=nn.CrossEntropyLoss(),
+        freeze=lambda context: 1,
+        epochs=EPOCHS,
+        global_batch_size=8,
+        evaluate_every_epochs=0,
+        **settings,
+    ) as trainer:
+        while not trainer.is_over:
+            found.append(trainer.step().loss)
+            if trainer.epoch.is_integer():
+                found.append(trainer.evaluate()["loss"])
+                other = trainer.evaluate(TensorDataset(*data.tensors))
+                assert other["loss"] == pytest.approx(found[-1], rel=1e-12)
+    return found, trainer.report.cache_hits
+
+
+def test_rounding_does_not_depend_on_whether_rows_are_kept() -> None:
+    # How fast a disk read decided what was rounded, so that clocks changed what was learned.
+    with measuring(never):
+        kept, num_hits = train_rounding(tiny_model(), tiny_data(), cache_dtype="float16")
+        exact, _ = train_rounding(tiny_model(), tiny_data())
+    with measuring(slowly):
+        computed, no_hits = train_rounding(tiny_model(), tiny_data(), cache_dtype="float16")
+    assert num_hits > 0 == no_hits
+    assert kept == pytest.approx(computed, rel=1e-12)
+    assert kept != pytest.approx(exact, rel=1e-6)
+
+
+def test_tokens_that_a_frozen_layer_hands_on_are_not_rounded() -> None:
+    # They were rounded like activations: beyond the 256th other words were trained.
+    num_words, generator = 5000, torch.Generator().manual_seed(1)
+    tokens = torch.randint(num_words, (16, 4), generator=generator)
+    data = TensorDataset(tokens, torch.randint(3, (16,), generator=generator))
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 4, 3))
+        words = nn.Embedding(num_words, 8)
+        return nn.Sequential(nn.Identity(), words, nn.Tanh(), head).double()
+
+    with measuring(never):
+        rounded, num_hits = train_rounding(build(), data, cache_dtype="bfloat16")
+        assert rounded == train_rounding(build(), data, cache=False)[0]
+    assert num_hits > 0

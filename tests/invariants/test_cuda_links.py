@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import Groups
 from autodp.moves import Move
-from autodp.redistribute import ShardStore, _Journey
-from autodp.shard_pieces import Piece, PieceTensor, Shard
+from autodp.redistribute import Piece, PieceTensor, Shard, ShardStore, _Journey
 from autodp.topology import Topology
 from autopipe.engine.executor import StageLinks, StageWork, run_program
 from autopipe.engine.links import (
@@ -41,8 +40,7 @@ from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
 from pipetransformer.processes.world import World
 from pipetransformer.stage import wiring as stage_wiring
-from pipetransformer.stage.side_inputs import SideSender
-from pipetransformer.stage.wiring import StageWiring
+from pipetransformer.stage.wiring import SideSender, StageWiring
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROW = TensorSpec((3,), "float32", True)
@@ -274,7 +272,11 @@ def test_stages_are_linked_over_the_gpu_where_the_group_is_nccl_s(
     world = World(1, 3, 3, GPU, group, owned=False)
     assert world.link_device == (GPU if on_gpu else CPU)
     monkeypatch.setattr(stage_wiring, "trained_parameters", lambda task, active: {})
-    task = SimpleNamespace(config=SimpleNamespace(step_limit_s=lambda step_s: 30.0))
+    monkeypatch.setattr(stage_wiring, "Uploader", lambda device: None)
+    task = SimpleNamespace(
+        config=SimpleNamespace(step_limit_s=lambda step_s: 30.0),
+        model=SimpleNamespace(sides_of=lambda first, last: (), targets=()),
+    )
     plan = SimpleNamespace(boundaries=(0, 1, 2, 3), predicted_step_s=0.1)
     links = StageWiring(
         task,

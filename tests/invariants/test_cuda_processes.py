@@ -14,8 +14,9 @@ from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.stream_watchdog import Milestone, Watchdog
 from pipetransformer import launch
 from pipetransformer.processes.world import connect
-from tests.plain_scenario import plain
-from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge
+from tests.helpers.inspection import deployment_of
+from tests.helpers.plain_scenario import plain
+from tests.helpers.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge
 
 pytestmark = pytest.mark.cuda
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -29,11 +30,11 @@ def train_on(device: str, scenario: Scenario, folder: str) -> None:
     """Train the scenario on this rank's slot, and leave its outcome in the folder."""
     losses = []
     with make_trainer(scenario, scenario.policy(), device=device) as trainer:
-        while not trainer._timeline.is_over:
+        while not trainer.is_over:
             losses.append(trainer.step().loss)
         states = {
             name: tensor.cpu()
-            for shard, tensors in trainer._deployment.held_shards().items()
+            for shard, tensors in deployment_of(trainer).held_shards().items()
             for name, tensor in tensors.items()
             if shard.endswith("/optimizer")
         }

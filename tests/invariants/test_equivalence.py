@@ -10,13 +10,30 @@ import dataclasses
 
 import pytest
 
-from tests.forced import train_quickly, train_watched
-from tests.marks import slow
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import Scenario, Shape, assert_equal, assert_same_bits, merge, train
+from tests.helpers.forced import check, train_quickly, train_watched
+from tests.helpers.marks import slow
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
+    Deep,
+    Scenario,
+    Shape,
+    assert_equal,
+    assert_same_bits,
+    merge,
+    train,
+)
 
-SHAPES = [Shape(1, 1), Shape(1, 3), Shape(2, 1), Shape(2, 3), Shape(2, 3, "gpipe")]
+# Those of one micro-batch are in GROW_AND_SHRINK, too.
+SHAPES = [
+    slow(Shape(1, 1)),
+    Shape(1, 3),
+    slow(Shape(2, 1)),
+    Shape(2, 3),
+    Shape(2, 3, "gpipe"),
+]
+
+
 GROW_AND_SHRINK = {
     0: Shape(2, 3),
     3: Shape(1, 2),
@@ -33,7 +50,7 @@ def test_two_processes_train_as_a_plain_loop_does(two_ranks: Pool, shape: Shape)
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(4, 4), Shape(2, 2), slow(Shape(1, 2)), slow(Shape(4, 3, "gpipe"))], ids=str
+    "shape", [Shape(4, 4), *map(slow, [Shape(2, 2), Shape(1, 2), Shape(4, 3, "gpipe")])], ids=str
 )
 def test_four_processes_train_as_a_plain_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape})
@@ -78,7 +95,7 @@ def test_a_thaw_continues_with_the_moments_from_before_the_freeze(two_ranks: Poo
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3)], ids=str)
 def test_cached_equals_uncached_bit_by_bit(two_ranks: Pool, shape: Shape) -> None:
     cached = Scenario(
-        {0: shape}, frozen=(0, 2, 3), dtype="float32", settings={"prefix_chunk": 4, "epochs": 5}
+        {0: shape}, frozen=(0, 2, 3), dtype="float32", settings={"prefix_chunk": 4, "epochs": 4}
     )
     uncached = dataclasses.replace(cached, settings={**cached.settings, "cache": False})
     with_cache, without = (merge(two_ranks.run(train_quickly, s)) for s in (cached, uncached))
@@ -149,3 +166,15 @@ def test_a_short_batch_leaves_a_replica_without_samples(four_ranks: Pool) -> Non
         {0: Shape(1, 2)}, settings={"global_batch_size": 8}
     )  # 26 = 3 * 8 + 2: two of four replicas idle.
     assert_equal(merge(four_ranks.run(train, scenario)), plain(scenario))
+
+
+def test_a_stage_may_need_a_gradient_in_some_micro_batches_only(two_ranks: Pool) -> None:
+    # All that stage 0 trains is an expert: the output of a micro-batch that visits it needs a
+    # gradient, that of another none. The sender raised, and the receiver waited for its time.
+    scenario = Scenario(
+        {0: Shape(2, 3, cuts=(7,))},
+        {0: 2},
+        settings={"epochs": 1, "step_timeout_s": 5.0},
+        deep=Deep(fixed=("mix2",)),
+    )
+    check(two_ranks, scenario)

@@ -14,9 +14,10 @@ from torch.utils.data import TensorDataset
 
 from pipetransformer import Trainer
 from pipetransformer.errors import NonFiniteError
-from tests.measured import measuring, never, once
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.inspection import stage_of
+from tests.helpers.measured import measuring, never, once
+from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
+from tests.helpers.pool import Pool
 
 BAD_STEP = 2
 NAN = float("nan")
@@ -49,9 +50,7 @@ def losses_with_a_nan(on_nonfinite: str, length: int) -> list[tuple[float, bool]
     """Train an epoch in which one batch is poisoned."""
     with make_trainer(on_nonfinite, length, data=poisoned()) as trainer:
         results = [trainer.step() for _ in range(5)]
-        assert all(
-            torch.isfinite(p).all() for p in trainer._deployment.active_stage.parameters.values()
-        )
+        assert all(torch.isfinite(p).all() for p in stage_of(trainer).parameters.values())
         return [(result.loss, result.skipped) for result in results]
 
 
@@ -113,8 +112,7 @@ def refuse_given_weights() -> str:
         model[2].inner.weight[0, 0] = NAN
     with (
         pytest.raises(NonFiniteError) as caught,
-        Trainer(model, tiny_data(), loss_fn=nn.CrossEntropyLoss(), pipeline_length=2,
-                global_batch_size=6, progress=False) as trainer,
+        tiny_trainer(model, pipeline_length=2, global_batch_size=6) as trainer,
     ):  # fmt: skip
         trainer.step()
     return str(caught.value)
@@ -135,7 +133,7 @@ def test_a_bad_loss_skips_the_step_on_all_ranks(two_ranks: Pool, length: int) ->
 
 def spoil(trainer: Trainer, names: tuple[str, ...], value: float) -> list[Any]:
     """Fill the coming gradients of this rank's parameters of those names."""
-    parameters = trainer._deployment.active_stage.parameters
+    parameters = stage_of(trainer).parameters
 
     def fill(gradient: Tensor) -> Tensor:
         return torch.full_like(gradient, value)
@@ -161,12 +159,12 @@ def spoil_a_step(
         with make_trainer(on_nonfinite, length) as trainer:
             for _ in range(BAD_STEP):
                 trainer.step()
-            parameters = trainer._deployment.active_stage.parameters
+            parameters = stage_of(trainer).parameters
             before = [p.detach().clone() for p in parameters.values()]
             hooks = spoil(trainer, bad.get(trainer.world.rank, ()), value)
             try:
                 # A user's hook on a parameter is refused; this one stands for what a kernel does.
-                with mock.patch("pipetransformer.stage.refusals.has_hooks", return_value=False):
+                with mock.patch("pipetransformer.stage.diagnosis.has_hooks", return_value=False):
                     result = trainer.step()
             except NonFiniteError as error:
                 return str(error), warnings, True

@@ -30,8 +30,8 @@ from pipetransformer.elastic import read_looks
 from pipetransformer.elastic.journal import read_journal
 from pipetransformer.hf.kept_history import HISTORY_FILE, keep_history
 from pipetransformer.processes import launcher_name
-from tests.marks import slow
-from tests.pipetransformer.checkpoint.test_best_model import fit_with_marks, stop_after
+from tests.helpers.checkpoints import fit_with_marks, stop_after
+from tests.helpers.marks import slow
 
 SETTINGS = {"checkpoint_every_epochs": 1, "resume": "auto", "signals": ("probe_cka",)}
 CHECKED = (

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.forced import (
+from tests.helpers.forced import (
     EPOCHS,
     check,
     check_dropout,
@@ -25,9 +25,9 @@ from tests.forced import (
     scenarios,
     train_quickly,
 )
-from tests.measured import measuring, once
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.measured import measuring, once
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
     Deep,
     Outcome,
     Scenario,

@@ -8,11 +8,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.foreign_group import without_cpus
-from tests.models import tiny_data
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, run_to_end
+from tests.helpers.foreign_group import without_cpus
+from tests.helpers.models import tiny_data
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
+    Outcome,
+    Scenario,
+    Shape,
+    assert_equal,
+    make_trainer,
+    merge,
+    run_to_end,
+)
 
 SCENARIO = Scenario({0: Shape(2, 3), 5: Shape(1, 2), 9: Shape(2, 2)}, frozen=(0, 2, 2))
 

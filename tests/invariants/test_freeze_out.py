@@ -10,10 +10,10 @@ from torch.optim import AdamW, Optimizer
 
 from freeze import FreezeOut, Replay
 from pipetransformer.model import NamedParameters
-from tests.measured import measuring, once
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.measured import measuring, once
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
     Outcome,
     Scenario,
     Shape,

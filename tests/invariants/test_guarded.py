@@ -9,11 +9,11 @@ import pytest
 
 from freeze import FreezeContext, Guarded
 from pipetransformer.report import read_decisions
-from tests.measured import measuring, once
-from tests.models import tiny_data
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.measured import measuring, once
+from tests.helpers.models import tiny_data
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
     Outcome,
     Scenario,
     Shape,

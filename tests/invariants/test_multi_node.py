@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from pipetransformer.report.records import RECORDS_FILE, read_records
-from tests.nodes import Cluster, elastic_torchrun, logs, run_nodes, torchrun
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.nodes import Cluster, elastic_torchrun, logs, run_nodes, torchrun
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
     Outcome,
     Scenario,
     Shape,

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.odd_cases import EVERYTHING, NUM_RANKS, cases, ingredients, judge
-from tests.pool import Pool
+from tests.helpers.odd_cases import EVERYTHING, NUM_RANKS, cases, ingredients, judge
+from tests.helpers.pool import Pool
 
 SEED = int(os.environ.get("ODD_SEED", "13"))
 # hypothesis varies what it drew from the tenth case of a test on, up to six times each: more tests

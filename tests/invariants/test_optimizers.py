@@ -16,12 +16,20 @@ from torch.optim import Optimizer
 
 from pipetransformer import named_optimizer
 from pipetransformer.model import NamedParameters, OptimizerFactory, adapt
-from tests.marks import slow
-from tests.measured import measuring, once
-from tests.models import tiny_data, tiny_model
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import Outcome, Scenario, Shape, assert_equal, make_trainer, merge, run_to_end
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, once
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
+    Outcome,
+    Scenario,
+    Shape,
+    assert_equal,
+    make_trainer,
+    merge,
+    run_to_end,
+)
 
 # Both ranks train all layers, share them, move one, and train alone again; frozen layers thaw.
 SHAPES = {0: Shape(2, 3), 2: Shape(1, 2), 5: Shape(2, 2, "gpipe", (4,)), 8: Shape(1, 1)}

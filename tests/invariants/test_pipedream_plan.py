@@ -10,12 +10,13 @@ import pytest
 
 from autopipe.profile.network import LinkCost
 from pipetransformer.measure.measurements import Measurements
-from tests.invariants.test_unflushed import delayed, stream
-from tests.marks import slow
-from tests.measured import measuring, never
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.delayed import delayed, stream
+from tests.helpers.inspection import elastic_of
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, never
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
     Outcome,
     Scenario,
     Shape,
@@ -41,7 +42,7 @@ def heavy_end(*arguments: Any, **options: Any) -> Measurements:
 
 def planned(outcome: Outcome, trainer: Any) -> Outcome:
     """Add what was planned."""
-    plan = trainer._elastic.decision.plan
+    plan = elastic_of(trainer).decision.plan
     chosen = {"plan": plan, "workers": trainer.world.stage_workers}
     return dataclasses.replace(outcome, extra={**outcome.extra, **chosen})
 

@@ -21,27 +21,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from autopipe.loss import LossFunction
-from pipetransformer import NonFiniteError, Trainer
+from pipetransformer import NonFiniteError
 from pipetransformer.model.registry import adapt
-from tests.forced import train_quickly
-from tests.invariants.test_transition import (
-    EVERY_2_STEPS,
-    assert_resumes_with_the_same_bits,
-    fit_until,
-)
-from tests.marks import slow
-from tests.measured import freely, measuring, once
-from tests.models import tiny_data, tiny_model
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
-    Outcome,
-    Scenario,
-    Shape,
-    assert_same_bits,
-    make_trainer,
-    merge,
-)
+from tests.helpers.forced import train_quickly
+from tests.helpers.inspection import deployment_of, feed_of
+from tests.helpers.marks import slow
+from tests.helpers.measured import freely, measuring, once
+from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.resumes import EVERY_2_STEPS, assert_resumes_with_the_same_bits, fit_until
+from tests.helpers.scenario import Outcome, Scenario, Shape, assert_same_bits, make_trainer, merge
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,7 +81,9 @@ def test_whole_batches_give_the_loop_s_bits(two_ranks: Pool, length: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(1, 1), Shape(1, 3), Shape(2, 2, "gpipe"), Shape(2, 3), Shape(2, 4)], ids=str
+    "shape",
+    [slow(Shape(1, 1)), Shape(1, 3), Shape(2, 2, "gpipe"), slow(Shape(2, 3)), Shape(2, 4)],
+    ids=str,
 )
 def test_two_processes_train_as_the_loop_does(two_ranks: Pool, shape: Shape) -> None:
     scenario = in_low_precision({0: shape}, frozen=(0, 1))
@@ -132,7 +124,7 @@ def test_cached_equals_uncached_bit_by_bit_across_a_freeze(
                     {0: Shape(2, 3)},
                     precision,
                     frozen=(0, 2, 3),
-                    settings={"prefix_chunk": 4, "epochs": 5, "cache": cache},
+                    settings={"prefix_chunk": 4, "epochs": 4, "cache": cache},
                 ),
             )
         )
@@ -149,7 +141,7 @@ def rows(precision: str | None, cache_dtype: str | None = None) -> tuple[torch.d
     )
     with measuring(freely), make_trainer(scenario, scenario.policy()) as trainer:
         trainer.step()
-        feed = trainer._feed
+        feed = feed_of(trainer)
         assert feed._store is not None and trainer.measurements is not None
         field = feed._store.layout.fields[0]
         return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements.profile, {})
@@ -195,7 +187,7 @@ def skipped_and_scales(scenario: Scenario) -> tuple[list[tuple[bool, float]], li
     with measuring(once), make_trainer(scenario, scenario.policy()) as trainer:
         while not trainer.is_over:
             result = trainer.step()
-            steps.append((result.skipped, trainer._deployment.loss_scale.value))
+            steps.append((result.skipped, deployment_of(trainer).loss_scale.value))
         return steps, [t.clone() for t in trainer.state_dict().values()]
 
 
@@ -230,15 +222,8 @@ def refuse_to_train(precision: str, data: TensorDataset, breaks: bool) -> str:
         model.insert(2, SteepRoot())
     with (
         measuring(once),
-        Trainer(
-            model,
-            data,
-            loss_fn=nn.CrossEntropyLoss(),
-            epochs=9,
-            global_batch_size=6,
-            precision=precision,
-            pipeline_length=2,
-            progress=False,
+        tiny_trainer(
+            model, data, epochs=9, global_batch_size=6, precision=precision, pipeline_length=2
         ) as trainer,
         pytest.raises(NonFiniteError, match="not finite|the loss is") as caught,
     ):

@@ -24,11 +24,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.odd import Case, Refusal, build_model, layers_of
-from tests.odd_cases import LIMIT_S, cases, check_equal, check_refusal, shapes
-from tests.odd_edits import EPOCHS, WAYS, EditedCase, Event, edited_by_hand, train_edited
-from tests.pool import Pool
-from tests.scenario import latest
+from tests.helpers.odd import Case, Refusal, build_model, layers_of
+from tests.helpers.odd_cases import LIMIT_S, cases, check_equal, check_refusal, shapes
+from tests.helpers.odd_edits import EPOCHS, WAYS, EditedCase, Event, edited_by_hand, train_edited
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import latest
 
 SEED = int(os.environ.get("EDIT_SEED", "1"))
 FEW_ROUNDS, NUM_ROUNDS, CASES_A_ROUND = 2, 100, 10

@@ -18,11 +18,12 @@ from freeze.signals import gram, linear_cka, similarity_change
 from pipetransformer import Trainer
 from pipetransformer.elastic import read_looks
 from pipetransformer.report import read_decisions
-from tests.marks import slow
-from tests.measured import measuring, once
-from tests.plain_scenario import mean_loss
-from tests.pool import Pool
-from tests.scenario import Scenario, Shape, build_adamw, slow_start
+from tests.helpers.inspection import elastic_of
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, once
+from tests.helpers.plain_scenario import mean_loss
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import Scenario, Shape, build_adamw, slow_start
 
 SIGNALS = (
     "gradient_norm",
@@ -230,7 +231,7 @@ def fit_with_a_change_within_an_interval(scenario: Scenario, folder: str) -> Non
     with trainer_of(scenario, folder) as trainer:
         for _ in range(6):
             trainer.step()
-        elastic, current = trainer._elastic, trainer.decision
+        elastic, current = elastic_of(trainer), trainer.decision
         assert current is not None
         plan, _ = elastic.planner.plan(elastic.clock(), 0, current)
         elastic.decision = dataclasses.replace(current, plan=plan)

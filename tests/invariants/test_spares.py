@@ -18,14 +18,14 @@ from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan
 from pipetransformer.elastic import fastest_per_sample
 from pipetransformer.report.records import RECORDS_FILE, read_records
-from tests.costs import sums
-from tests.invariants.test_transition import assert_resumes_with_the_same_bits, fit_until
-from tests.marks import slow
-from tests.measured import measuring, once
-from tests.pipetransformer.test_planning import profile
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.costs import sums
+from tests.helpers.inspection import feed_of
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, once
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.resumes import assert_resumes_with_the_same_bits, fit_until
+from tests.helpers.scenario import (
     Outcome,
     Scenario,
     Shape,
@@ -35,6 +35,7 @@ from tests.scenario import (
     merge,
     train,
 )
+from tests.pipetransformer.elastic.test_planners import profile
 
 THREE = Shape(3, 3, spares=True)
 """Of four ranks three train, and rank 3 is spare."""
@@ -131,9 +132,9 @@ def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float
     with make_trainer(scenario, scenario.policy(), folder=folder) as trainer:
         losses = [trainer.step().loss]
         stages = {span.stage for span in trainer.trace_step().spans}
-        while not trainer._timeline.is_over:
+        while not trainer.is_over:
             losses.append(trainer.step().loss)
-        loss = trainer.evaluate(trainer._feed.dataset)["loss"]
+        loss = trainer.evaluate(feed_of(trainer).dataset)["loss"]
         return collect(trainer, losses), loss, stages
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pipetransformer import Trainer
-from tests.marks import slow
-from tests.measured import measuring, once
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import (
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, once
+from tests.helpers.plain_scenario import plain
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import (
     Deep,
     Outcome,
     Scenario,

@@ -14,10 +14,11 @@ from torch.optim import SGD, Optimizer
 from autodp.sampler import EpochSampler, shuffled, shuffled_by_length
 from pipetransformer import FreezeSchedule, LayeredModel, Loss, Sublayer, Trainer
 from pipetransformer.model import NamedParameters
-from tests.marks import slow
-from tests.measured import freely, measuring
-from tests.pool import Pool
-from tests.texts import pad_to_longest, plain_losses, sentences, tiny_bert
+from tests.helpers.inspection import coming_of, elastic_of
+from tests.helpers.marks import slow
+from tests.helpers.measured import freely, measuring
+from tests.helpers.pool import Pool
+from tests.helpers.texts import pad_to_longest, plain_losses, sentences, tiny_bert
 
 FROZEN = (0, 1, 2, 2)
 BATCH = 6
@@ -27,25 +28,34 @@ def sgd(named: NamedParameters) -> Optimizer:
     return SGD([parameter for _, parameter in named], lr=0.2)
 
 
-def train(settings: dict[str, Any]) -> tuple[list[float], int]:
-    """Return the loss of every step, and how many samples were read from the cache."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    with Trainer(
-        tiny_bert(),
-        sentences(),
-        eval_dataset=sentences(9),
+def reader(rows: Any = None, model: Any = None, **settings: Any) -> Trainer:
+    """Build a Trainer of the tiny BERT, or another model, on sentences, or other rows."""
+    usual = {"collate_fn": pad_to_longest, "global_batch_size": BATCH, "progress": False}
+    return Trainer(
+        tiny_bert() if model is None else model,
+        sentences() if rows is None else rows,
         optimizer=sgd,
-        freeze=FreezeSchedule(FROZEN),
-        epochs=len(FROZEN),
-        global_batch_size=BATCH,
-        collate_fn=pad_to_longest,
-        progress=False,
-        **settings,
-    ) as trainer:
+        **{**usual, **settings},
+    )
+
+
+def to_the_end(trainer: Trainer) -> tuple[list[float], int]:
+    """Return the loss of every step, and how many samples were read from the cache."""
+    with trainer:
         losses = []
         while not trainer.is_over:
             losses.append(trainer.step().loss)
         return losses, trainer.report.cache_hits
+
+
+def freezing(rows: Any = None, **settings: Any) -> Trainer:
+    """Build a Trainer that freezes as `plain_losses` is told to."""
+    return reader(rows, freeze=FreezeSchedule(FROZEN), epochs=len(FROZEN), **settings)
+
+
+def train(settings: dict[str, Any]) -> tuple[list[float], int]:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    return to_the_end(freezing(eval_dataset=sentences(9), **settings))
 
 
 @pytest.mark.parametrize("workers", [0, slow(2)])
@@ -84,16 +94,8 @@ def test_a_batch_has_samples_of_about_equal_lengths_where_that_is_asked_for() ->
         assert set(order[:50].tolist()) == set(usual.global_batch(epoch, 0, 50).tolist())
         for pool in lengths[order].split(50):
             assert torch.equal(pool, pool.sort(descending=True).values)
-    with Trainer(
-        tiny_bert(),
-        sentences(),
-        optimizer=sgd,
-        global_batch_size=BATCH,
-        collate_fn=pad_to_longest,
-        group_by_length=True,
-        progress=False,
-    ) as trainer:
-        first, _ = trainer._coming.next_two(trainer._replicas)
+    with reader(group_by_length=True) as trainer:
+        first, _ = coming_of(trainer).next_two(elastic_of(trainer).replicas)
     found = [len(sentences()[index]["input_ids"]) for index in first.ids.tolist()]
     assert found == sorted(found, reverse=True)
 
@@ -106,18 +108,8 @@ def test_a_cache_without_a_mask_for_unequal_lengths_is_not_made_and_said(
         del batch["attention_mask"]
         return batch
 
-    with Trainer(
-        tiny_bert(),
-        sentences(),
-        optimizer=sgd,
-        freeze=FreezeSchedule((1,)),
-        epochs=3,
-        global_batch_size=BATCH,
-        collate_fn=without_mask,
-        progress=False,
-    ) as trainer:
-        trainer.fit()
-        assert trainer.report.cache_hits == 0
+    _, hits = to_the_end(reader(freeze=FreezeSchedule((1,)), epochs=3, collate_fn=without_mask))
+    assert hits == 0
     assert "no cache: samples have unequal shapes of ['input_ids']" in caplog.text
 
 
@@ -130,19 +122,11 @@ def test_a_mask_that_only_batches_with_padding_have_reaches_the_layers_that_trai
             del batch["attention_mask"]
         return batch
 
-    losses = []
-    for collate in (pad_to_longest, mask_if_needed):
-        with Trainer(
-            tiny_bert(),
-            sentences(),
-            optimizer=sgd,
-            freeze=FreezeSchedule((1,)),
-            global_batch_size=BATCH,
-            collate_fn=collate,
-            progress=False,
-        ) as trainer:
-            losses.append([trainer.step().loss for _ in range(trainer.max_steps)])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    (padded, _), (masked, _) = (
+        to_the_end(reader(freeze=FreezeSchedule((1,)), collate_fn=collate))
+        for collate in (pad_to_longest, mask_if_needed)
+    )
+    assert padded == pytest.approx(masked, abs=1e-12)
 
 
 def test_a_mask_that_the_first_sample_lacks_is_not_left_out_of_rows() -> None:
@@ -155,19 +139,8 @@ def test_a_mask_that_the_first_sample_lacks_is_not_left_out_of_rows() -> None:
     whole = pad_to_longest([{k: v for k, v in r.items() if k != "sentence"} for r in sentences()])
     rows = [{n: whole[n][i].tolist() for n in ("input_ids", "labels")} for i in range(22)]
     rows[0]["input_ids"] = [7] * len(rows[0]["input_ids"])
-    with (
-        measuring(freely),
-        Trainer(
-            tiny_bert(),
-            rows,
-            optimizer=sgd,
-            freeze=FreezeSchedule((1,)),
-            epochs=3,
-            global_batch_size=BATCH,
-            collate_fn=mask_if_needed,
-            progress=False,
-        ) as trainer,
-    ):
+    trainer = reader(rows, freeze=FreezeSchedule((1,)), epochs=3, collate_fn=mask_if_needed)
+    with measuring(freely), trainer:
         with pytest.raises(ValueError, match=r"come with \['attention_mask'\], which the first"):
             trainer.fit()
 
@@ -210,9 +183,7 @@ def tagger(num_before: int = 0) -> LayeredModel:
         Sublayer(name, layer, module, ("mask",) if 0 < layer < 3 else ())
         for layer, (name, module) in enumerate(zip(names, model, strict=True))
     ]
-    layered = LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
-    layered.padding_mask = "mask"
-    return layered
+    return LayeredModel(model, sublayers, inputs=("x",), targets=("y",), padding_mask="mask")
 
 
 def tagged(num: int = 16, *, in_front: bool = False, target_padding: float = -1.0) -> Any:
@@ -245,33 +216,31 @@ def squares(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return ((output - target).square() * counts).sum(), counts.sum()
 
 
-def tagging_losses(
-    rows: Any, collate: Any, *, cache: bool, num_before: int = 0
-) -> tuple[list[float], int]:
-    with Trainer(
-        tagger(num_before),
-        rows,
-        loss_fn=Loss(squares, is_exact=True),
-        optimizer=sgd,
-        freeze=FreezeSchedule((0, 1, 2, 1, 2, 2)),
-        epochs=6,
-        global_batch_size=BATCH,
-        collate_fn=collate,
-        cache=cache,
-        progress=False,
-    ) as trainer:
-        losses = []
-        while not trainer.is_over:
-            losses.append(trainer.step().loss)
-        return losses, trainer.report.cache_hits
+def cached_and_not(
+    rows: Any, collate: Any, *, num_before: int = 0
+) -> tuple[list[float], int, list[float]]:
+    """Train a tagger with a cache and without; return the losses with its hits, and without."""
+    usual = {"loss_fn": Loss(squares, is_exact=True), "epochs": 6, "collate_fn": collate}
+    (cached, hits), (uncached, _) = (
+        to_the_end(
+            reader(
+                rows,
+                tagger(num_before),
+                freeze=FreezeSchedule((0, 1, 2, 1, 2, 2)),
+                cache=cache,
+                **usual,
+            )
+        )
+        for cache in (True, False)
+    )
+    return cached, hits, uncached
 
 
 @pytest.mark.parametrize("target_padding", [-1.0, -100.0])
 def test_cached_targets_have_the_padding_that_collate_fn_gave_them(target_padding: float) -> None:
     # They were padded with -100, whatever the loss took for none.
     rows, collate = tagged(target_padding=target_padding)
-    cached, hits = tagging_losses(rows, collate, cache=True)
-    uncached, _ = tagging_losses(rows, collate, cache=False)
+    cached, hits, uncached = cached_and_not(rows, collate)
     assert cached == pytest.approx(uncached, abs=1e-12) and hits > 0
 
 
@@ -283,8 +252,7 @@ def test_tokens_that_a_layer_puts_before_a_sample_s_own_cut_none_off(are_equal: 
     if are_equal:
         whole, collate = collate(rows), None
         rows = [{name: entry[i] for name, entry in whole.items()} for i in range(len(rows))]
-    cached, hits = tagging_losses(rows, collate, cache=True, num_before=2)
-    uncached, _ = tagging_losses(rows, collate, cache=False, num_before=2)
+    cached, hits, uncached = cached_and_not(rows, collate, num_before=2)
     assert cached == pytest.approx(uncached, abs=1e-12) and (hits > 0) == are_equal
 
 
@@ -293,8 +261,7 @@ def test_samples_that_are_padded_in_front_are_not_cached_and_that_is_said(
 ) -> None:
     # Their positions moved with the longest of each batch.
     rows, collate = tagged(in_front=True)
-    cached, hits = tagging_losses(rows, collate, cache=True)
-    uncached, _ = tagging_losses(rows, collate, cache=False)
+    cached, hits, uncached = cached_and_not(rows, collate)
     assert cached == uncached and hits == 0
     assert "collate_fn does not pad" in caplog.text
 
@@ -311,8 +278,7 @@ def test_rows_that_a_batch_trims_are_not_cached_and_that_is_said(
         x = x[:, : int((x > 0).sum(1).max())]
         return {"x": x, "mask": (x > 0).long(), "y": torch.where(x > 0, 0.5, -1.0).double()}
 
-    cached, hits = tagging_losses(wide, trim, cache=True)
-    uncached, _ = tagging_losses(wide, trim, cache=False)
+    cached, hits, uncached = cached_and_not(wide, trim)
     assert cached == pytest.approx(uncached, abs=1e-12)
     assert hits > 0 or "not kept in the cache" in caplog.text
 
@@ -322,25 +288,9 @@ def test_a_sample_of_nothing_but_padding_is_cached_whole() -> None:
     rows = sentences()
     most = max(len(row["input_ids"]) for row in rows)
     rows[3] = {**rows[3], "input_ids": [7] * most, "attention_mask": [0] * most}
-    results = []
-    for cache in (True, False):
-        with Trainer(
-            tiny_bert(),
-            rows,
-            optimizer=sgd,
-            freeze=FreezeSchedule(FROZEN),
-            epochs=len(FROZEN),
-            global_batch_size=BATCH,
-            collate_fn=pad_to_longest,
-            cache=cache,
-            progress=False,
-        ) as trainer:
-            losses = []
-            while not trainer.is_over:
-                losses.append(trainer.step().loss)
-            results.append(losses)
-            assert (trainer.report.cache_hits > 0) == cache
-    assert results[0] == pytest.approx(results[1], abs=1e-9)
+    cached, hits = to_the_end(freezing(rows))
+    uncached, no_hits = to_the_end(freezing(rows, cache=False))
+    assert cached == pytest.approx(uncached, abs=1e-9) and hits > 0 == no_hits
 
 
 def other_orders(_: None) -> str:
@@ -349,15 +299,7 @@ def other_orders(_: None) -> str:
     def order(epoch: int) -> Tensor:
         return torch.randperm(22, generator=torch.Generator().manual_seed(rank))
 
-    with Trainer(
-        tiny_bert(),
-        sentences(),
-        optimizer=sgd,
-        global_batch_size=BATCH,
-        collate_fn=pad_to_longest,
-        sample_order=order,
-        progress=False,
-    ) as trainer:
+    with reader(sample_order=order) as trainer:
         with pytest.raises(ValueError, match="sample_order gives ranks other orders"):
             trainer.step()
     return "refused"
@@ -377,8 +319,6 @@ def test_orders_that_differ_between_ranks_are_refused(two_ranks: Pool) -> None:
     ids=["repeats", "too few"],
 )
 def test_an_order_that_leaves_samples_out_is_refused(order: Any, message: str) -> None:
-    with Trainer(
-        tiny_bert(), sentences(), optimizer=sgd, sample_order=order, collate_fn=pad_to_longest
-    ) as trainer:
+    with reader(sample_order=order) as trainer:
         with pytest.raises(ValueError, match=message):
             trainer.step()

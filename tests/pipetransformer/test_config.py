@@ -20,63 +20,38 @@ from pipetransformer.checks.model_checks import refuse_model
 from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.model.registry import adapt
-from tests.models import tiny_data, tiny_model
+from tests.helpers.models import tiny_data, tiny_model
+
+
+def each(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(names.split(), values)
+
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            "epochs",
-            "global_batch_size",
-            "keep_checkpoints",
-            "prefetch_factor",
-            "freeze_interval_epochs",
-        ),
-        (0, -1, 1.5, "3", None, True),
+    **each(
+        "epochs global_batch_size keep_checkpoints prefetch_factor freeze_interval_epochs",
+        0, -1, 1.5, "3", None, True,
     ),
-    **dict.fromkeys(
-        (
-            "pipeline_length",
-            "max_replicas",
-            "micro_batches",
-            "micro_batch_size",
-            "memory_limit_bytes",
-            "freeze_interval_steps",
-            "cache_limit_bytes",
-            "cache_views",
-            "prefix_chunk",
-            "max_steps",
-            "eval_batch_size",
-            "early_stopping_patience",
-        ),
-        (0, -1, 2.0, "8"),
+    **each(
+        "pipeline_length max_replicas micro_batches micro_batch_size memory_limit_bytes max_steps "
+        "freeze_interval_steps cache_limit_bytes cache_views prefix_chunk eval_batch_size "
+        "early_stopping_patience",
+        0, -1, 2.0, "8",
     ),
     "stage_workers": (2, (), (2,), (2, 0), (1.0, 1), "21"),
-    **dict.fromkeys(
-        (
-            "checkpoint_every_epochs",
-            "checkpoint_every_steps",
-            "evaluate_every_epochs",
-            "num_workers",
-            "evaluate_every_steps",
-        ),
-        (-1, 0.5, None),
+    **each(
+        "checkpoint_every_epochs checkpoint_every_steps evaluate_every_epochs num_workers "
+        "evaluate_every_steps",
+        -1, 0.5, None,
     ),
     "freeze_interval_share": (0, -0.1, 1.5, "5%"),
     "signals": ("gradient_norm", ("gradient",), (["gradient_norm"],), 3),
     "probe_samples": (0, 3, 8.0, None),
-    **dict.fromkeys(("step_timeout_s", "setup_timeout_s"), (0, -1.0, math.nan, math.inf, "60")),
-    **dict.fromkeys(
-        (
-            "scale_batch",
-            "cache",
-            "progress",
-            "pin_memory",
-            "remove_unused_columns",
-            "group_by_length",
-            "load_best_model_at_end",
-            "tensorboard",
-        ),
-        ("no", 1, None),
+    **each("step_timeout_s setup_timeout_s", 0, -1.0, math.nan, math.inf, "60"),
+    **each(
+        "scale_batch cache progress pin_memory remove_unused_columns group_by_length "
+        "load_best_model_at_end tensorboard",
+        "no", 1, None,
     ),
     "collate_fn": ("pad", 1),
     "eval_collate_fn": ("pad", 1),
@@ -106,7 +81,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "callbacks": (None, print, "TensorBoard"),
     "cache_folder": (None, 3),
     "metrics": (len, {"f1": 0.5}, {1: len}, {"loss": len}, {"epoch": len}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -130,6 +105,17 @@ def test_weights_in_bfloat16_are_refused_with_the_reason() -> None:
 def test_no_setting_but_the_label_goes_unchecked() -> None:
     unchecked = {field.name for field in dataclasses.fields(TrainConfig)} - set(BAD_VALUES)
     assert unchecked == {"label"}
+
+
+def test_help_has_the_default_the_rule_and_the_meaning_of_every_setting() -> None:
+    told = re.findall(r"^(\w+) = (.*)((?:\n    .*)+)", TrainConfig.__doc__ or "", re.MULTILINE)
+    fields = dataclasses.fields(TrainConfig)
+    assert [name for name, *_ in told] == [field.name for field in fields]
+    lines = {name: (default, *below.strip().splitlines()) for name, default, below in told}
+    assert lines["progress"] == ("True", "True or False", "    Show a progress bar on rank 0.")
+    assert lines["max_steps"][:2] == ("None", "None or a whole number, at least 1")
+    unruled = {name for name, texts in lines.items() if len(texts) < 3}
+    assert unruled == {"label"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from pipetransformer import Trainer, __version__
 from pipetransformer.cli import main
 from pipetransformer.extras import _EXTRAS
-from tests.models import tiny_data, tiny_model
+from tests.helpers.models import tiny_data, tiny_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from pipetransformer import Callback, Trainer
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.models import tiny_trainer
+from tests.helpers.pool import Pool
 
 GOES_ON = "with train(resume_from_checkpoint=True) of pipetransformer.hf"
 
@@ -27,16 +26,7 @@ class Interrupts(Callback):
 
 
 def make_trainer(after: int, **settings: Any) -> Trainer:
-    return Trainer(
-        tiny_model(),
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
-        epochs=4,
-        global_batch_size=6,
-        callbacks=[Interrupts(after)],
-        progress=False,
-        **settings,
-    )
+    return tiny_trainer(epochs=4, global_batch_size=6, callbacks=[Interrupts(after)], **settings)
 
 
 def said(after: int, *, steps: bool = False, **settings: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 from pipetransformer import TrainConfig, Trainer
 from pipetransformer.config import make_config
 from pipetransformer.config.other_names import _MEANT
-from tests.models import tiny_data, tiny_model
+from tests.helpers.models import tiny_data, tiny_model
 
 TABLE = Path(__file__).parents[2] / "docs" / "from-transformers.md"
 FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}

@@ -12,15 +12,8 @@ from torch import Tensor, nn
 
 from autopipe.balance.balance import balance_by_size, balance_by_time
 from autopipe.profile import chain as chain_module
-from tests.autopipe.balance.test_layer_costs import (
-    Call,
-    Fork,
-    Join,
-    MaybeFork,
-    MaybeJoin,
-    Timed,
-)
-from tests.autopipe.profile.test_profile import Clock
+from tests.helpers.clocks import Clock, Fork, Join, MaybeFork, MaybeJoin, Timed
+from tests.helpers.pipes import Call
 
 Balance = Callable[..., list[int]]
 both = pytest.mark.parametrize(

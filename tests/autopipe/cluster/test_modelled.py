@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopipe.cluster.description import BATCH_SIZES, Cluster, modelled_profile
-from autopipe.cluster.flops import COUNTED_AS
-from autopipe.cluster.kernel_counts import Kernel, count_bytes, count_kernels
+from autopipe.cluster.kernel_counts import COUNTED_AS, Kernel, count_bytes, count_kernels
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import least_memory_plan, plan_pipeline, predict

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from autopipe.engine.executor import StageReport, run_program
 from autopipe.engine.links import Payload
 from autopipe.schedule import SCHEDULES, forward_only
-from tests.models import NUM_FEATURES
-from tests.pool import Pool
-from tests.stages import (
+from tests.helpers.models import NUM_FEATURES
+from tests.helpers.pool import Pool
+from tests.helpers.stages import (
     NUM_LAYERS,
     CountingSender,
     StackWork,

@@ -23,9 +23,9 @@ from autopipe.engine import (
 )
 from autopipe.schedule import StageWorkers, replicated_one_f_one_b, unflushed
 from autopipe.stashing import StagePlace, StashedWork
-from tests.models import tiny_data
-from tests.pool import Pool
-from tests.stages import CPU, StackWork, connect, layers_of, place, stage_model
+from tests.helpers.models import tiny_data
+from tests.helpers.pool import Pool
+from tests.helpers.stages import CPU, StackWork, connect, layers_of, place, stage_model
 
 SIZES = (3, 1, 2, 2, 3, 1, 2)
 

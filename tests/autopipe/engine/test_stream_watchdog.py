@@ -12,7 +12,7 @@ import pytest
 
 from autodp import PeerError
 from autopipe.engine.stream_watchdog import Milestone, Watchdog
-from tests.marked_stream import MarkedStream
+from tests.helpers.stand_in_gpu import MarkedStream
 
 PATIENCE_S = 30.0
 FIRST, SECOND = "rank 1 waited for the activations of rank 0", "rank 1 waited for its gradients"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.gpipe import GPipe
-from tests.pipes import assert_same_gradients, every_mode, on_cpu, ramp
+from tests.helpers.pipes import assert_same_gradients, every_mode, on_cpu, ramp
 
 REPEATS = pytest.mark.parametrize("mode", ["always", "except_last"])
 

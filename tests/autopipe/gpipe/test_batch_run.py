@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op
-from tests.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model
-from tests.pipes import MODES
-from tests.pool import Pool
+from tests.helpers.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model
+from tests.helpers.pipes import MODES
+from tests.helpers.pool import Pool
 
 
 def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopipe.gpipe import GPipe, StashedPipeline
 from autopipe.loss import Loss
-from tests.pipes import CLOSE, assert_same_gradients, linears, on_cpu, ramp
+from tests.helpers.pipes import CLOSE, assert_same_gradients, linears, on_cpu, ramp
 
 TARGET = torch.tensor([-100, 2, -100, -100, 1, 0, 3])
 """Of three micro-batches (3, 2, 2 samples) each ignores another share."""

@@ -11,7 +11,7 @@ from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest, length_choices
 from autopipe.plan.search import predict
 from autopipe.profile.network import LinkCost, RingCost
-from tests.costs import profile, sublayer
+from tests.helpers.costs import profile, sublayer
 
 
 def test_a_part_of_a_node_is_filled_as_a_node_of_its_size_is() -> None:

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.estimate import best_count, draw_tables, table_text
 from autopipe.plan.published import (
+    best_count,
+    draw_tables,
     plan_as_published,
     published_split,
+    table_text,
     throughput_table,
     throughput_tables,
 )
 from autopipe.plan.request import PlanRequest
 from autopipe.profile.profile import Profile, SublayerCost
-from tests.costs import FREE, sums
-from tests.plain_scenario import plain
-from tests.pool import Pool
-from tests.scenario import Scenario, Shape, assert_equal, merge, train
+from tests.helpers.costs import FREE, sums
+from tests.helpers.marks import slow
+from tests.helpers.plain_scenario import plain
+from tests.helpers.scenario import Scenario, Shape, assert_equal, merge, train
 
 WIDTH = 768
 ATTENTION, MLP = 4 * WIDTH**2 + 6 * WIDTH, 8 * WIDTH**2 + 7 * WIDTH
@@ -207,16 +209,11 @@ def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Pat
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_two_processes_plan_as_published_and_train_as_a_plain_loop_does(two_ranks: Pool) -> None:
+@pytest.mark.parametrize("ranks", [slow("two_ranks"), "four_ranks"])
+def test_processes_plan_as_published_and_train_as_a_plain_loop_does(
+    request: pytest.FixtureRequest, ranks: str
+) -> None:
     scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "published"})
-    outcome = merge(two_ranks.run(train, scenario))
-    assert [entry["length"] for entry in outcome.extra["transitions"]][-1] == 1
-    assert_equal(outcome, plain(scenario))
-
-
-def test_four_processes_plan_as_published_and_train_as_a_plain_loop_does(four_ranks: Pool) -> None:
-    scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 2, 4), settings={"plan": "published"})
-    outcome = merge(four_ranks.run(train, scenario))
+    outcome = merge(request.getfixturevalue(ranks).run(train, scenario))
     assert [entry["length"] for entry in outcome.extra["transitions"]][-1] == 1
     assert_equal(outcome, plain(scenario))

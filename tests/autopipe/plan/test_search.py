@@ -20,7 +20,7 @@ from autopipe.plan.search import (
 )
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
-from tests.costs import profile, request, sublayer, sums, uniform
+from tests.helpers.costs import profile, request, sublayer, sums, uniform
 
 
 def random_profile(generator: random.Random) -> Profile:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autopipe import StashedPipeline, convert_deferred_batch_norm
 from autopipe.stashing import StagePlace
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 BATCHES, SAMPLES = 7, 12
 BALANCES = {1: [6], 2: [4, 2], 3: [2, 2, 2]}

@@ -21,9 +21,9 @@ from autopipe.threads.thread_link import Crossing
 from autopipe.trace.recorder import Recorder
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
-from tests.pool import Pool
-from tests.stages import StackWork, connect, layers_of, place, stage_model
-from tests.traced import CHUNKS, SAMPLES, WIDTH, batch, model, recomputed
+from tests.helpers.pipes import CHUNKS, SAMPLES, WIDTH, batch, model, recomputed
+from tests.helpers.pool import Pool
+from tests.helpers.stages import StackWork, connect, layers_of, place, stage_model
 
 
 def test_a_copy_is_noted_with_its_bytes_and_where_it_goes() -> None:

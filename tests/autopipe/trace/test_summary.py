@@ -13,7 +13,16 @@ from autopipe.schedule import SCHEDULES, Op, StageProgram, draw, forward_only
 from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
-from tests.traced import CASES, CHUNKS, SAMPLES, WIDTH, batch, model, recomputed, traced_step
+from tests.helpers.pipes import (
+    CASES,
+    CHUNKS,
+    SAMPLES,
+    WIDTH,
+    batch,
+    model,
+    recomputed,
+    traced_step,
+)
 
 
 def test_a_forward_alone_keeps_nothing_and_is_drawn_alone() -> None:

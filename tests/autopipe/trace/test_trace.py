@@ -15,7 +15,7 @@ from autopipe.schedule import SCHEDULES, Op, draw
 from autopipe.trace.pictures import chrome_trace
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
-from tests.traced import CASES, CHUNKS, batch, model, recomputed, traced_step
+from tests.helpers.pipes import CASES, CHUNKS, batch, model, recomputed, traced_step
 
 
 @pytest.mark.parametrize(("balance", "schedule", "checkpoint"), CASES)

@@ -14,8 +14,8 @@ import pytest
 from experiments.gpu_check.findings import FAILED, NO_TIME, OK, Findings, Setting
 from experiments.gpu_check.running import REPORT, Phase, run_phases
 from experiments.gpu_check.table import table
-from tests.experiments.gpu_check import odd_phases
-from tests.experiments.gpu_check.odd_phases import FIFO
+from tests.helpers import odd_phases
+from tests.helpers.odd_phases import FIFO
 
 _SECONDS, _PATIENCE_S = 24.0, 30.0
 

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 from freeze import FreezeContext, FreezePolicy, Guarded
 from freeze.advisor import FreezeAdvisor
-from tests.freeze.test_in_place import Net, same, state
+from tests.helpers.freezing import Net, same, state
 
 
 class Sentences(Dataset[dict[str, Tensor]]):

@@ -17,8 +17,7 @@ from freeze.advisor import Advice, Observer
 from freeze.advisor.advice import Look
 from freeze.advisor.step_times import StepCosts, StepTimes
 from freeze.signals import WeightChanges
-from tests.freeze.policies.test_rules import make_context
-from tests.freeze.test_in_place import Net, same, state
+from tests.helpers.freezing import Net, make_context, same, state
 
 
 def fit(

@@ -26,7 +26,7 @@ from freeze import (
     named_policy,
 )
 from freeze.policy import MEASURED_SIGNALS
-from tests.freeze.policies.test_rules import make_context
+from tests.helpers.freezing import make_context
 
 Values = Sequence[Sequence[float | None]]
 

@@ -17,13 +17,13 @@ from freeze.policy import (
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
-    LayerStats,
     NeverFreeze,
     PolicyError,
     as_policy,
     checked_decision,
     checked_scale,
 )
+from tests.helpers.freezing import FALLING, make_context
 
 # L = 12, T = 1, 2, ...: published with the paper's rule.
 GOLDEN = {
@@ -33,31 +33,6 @@ GOLDEN = {
     1 / 4: [3, 6, 7, 9, 10, 10, 11, 11, 12],
     1 / 5: [3, 5, 6, 8, 9, 9, 10, 10, 11],
 }
-# The last layer's gradient is always the smallest, so that it never holds the rule back.
-FALLING = [12.0 - index for index in range(12)]
-
-
-def make_context(
-    norms: Sequence[float | None] = FALLING, *, epoch: int = 1, num_frozen: int = 0
-) -> FreezeContext:
-    """Build a context of one step per epoch, in which frozen layers have no gradient norm."""
-    layers = tuple(
-        LayerStats(f"blocks.{i}", i, 100, None if i < num_frozen else norm)
-        for i, norm in enumerate(norms)
-    )
-    return FreezeContext(
-        step=epoch,
-        epoch=epoch,
-        max_steps=20,
-        steps_per_epoch=1,
-        learning_rate=1e-3,
-        peak_learning_rate=1e-3,
-        layers=layers,
-        num_frozen=num_frozen,
-        frozen_since=(0,) * num_frozen,
-        metrics={"accuracy": 0.5},
-        predict=lambda num_frozen: 1.0,
-    )
 
 
 def run_policy(policy: FreezePolicy, norms_per_epoch: Sequence[Sequence[float]]) -> list[int]:

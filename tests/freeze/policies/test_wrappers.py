@@ -26,7 +26,7 @@ from freeze import (
     checked_decision,
 )
 from pipetransformer.elastic.journal import Journal
-from tests.freeze.policies.test_rules import FALLING, make_context
+from tests.helpers.freezing import FALLING, make_context
 
 
 def run(policy: FreezePolicy, num: int, **by_epoch: list[Any]) -> list[int]:

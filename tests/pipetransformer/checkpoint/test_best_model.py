@@ -15,17 +15,16 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
 
-from freeze import FreezeSchedule
-from pipetransformer import CorruptCheckpointError, EvalPrediction, Trainer
+from pipetransformer import CorruptCheckpointError, EvalPrediction
 from pipetransformer.checkpoint import best_model
 from pipetransformer.checkpoint.best_model import BestModel
 from pipetransformer.checks.run_checks import check_selection
 from pipetransformer.config import TrainConfig
-from tests.marks import slow
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.checkpoints import State, copied, fit_with_marks, stop_after, trainer_of
+from tests.helpers.marks import slow
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.pool import Pool
 
 
 def noted(values: Sequence[float], **settings: Any) -> list[tuple[bool, bool]]:
@@ -118,68 +117,12 @@ def test_the_trainer_refuses_that_before_anything_is_started(tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-class Marks:
-    """Give the evaluations of a run, one after the other, marks that were decided before."""
-
-    def __init__(self, *marks: float, first: int = 0) -> None:
-        self._marks = list(marks)[first:]
-
-    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
-        return {"mark": self._marks.pop(0)}
-
-
-def trainer_of(folder: Path | None, **settings: Any) -> Trainer:
-    """Build a trainer of at most four epochs of three steps that keeps the best of its marks."""
-    return Trainer(
-        tiny_model(),
-        tiny_data(num_samples=24),
-        loss_fn=nn.CrossEntropyLoss(),
-        # The best may be of a time when less was frozen.
-        freeze=FreezeSchedule((0, 1, 2, 2)),
-        **{
-            "eval_dataset": tiny_data(num_samples=10),
-            "folder": folder,
-            "epochs": 4,
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "progress": False,
-            "metric_for_best_model": "mark",
-            "load_best_model_at_end": True,
-            "compute_metrics": Marks(0.2, 0.9, 0.3, 0.1),
-            **settings,
-        },
-    )
-
-
-State = dict[str, Tensor]
-
-
-def copied(trainer: Trainer) -> State:
-    return {name: tensor.detach().clone() for name, tensor in trainer.state_dict().items()}
-
-
 def after(num_steps: int, folder: Path) -> State:
     """Return rank 0's weights after so many steps."""
     with trainer_of(folder) as trainer:
         for _ in range(num_steps):
             trainer.step()
         return copied(trainer)
-
-
-def fitted(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train to the end; return the weights, and what there is to see of the best."""
-    data = tiny_data(num_samples=10)
-    with trainer_of(folder, **{"eval_dataset": data, **settings}) as trainer:
-        report = trainer.fit()
-        weights, again = copied(trainer), copied(trainer)
-        assert weights.keys() == again.keys()
-        predicted = torch.from_numpy(trainer.predict(tiny_data(num_samples=10)).predictions)
-        return {
-            "weights": weights,
-            "best": (report.best_metric, report.best_step),
-            "end": trainer.global_step,
-            "predicted": predicted,
-        }
 
 
 def assert_equal(found: State, expected: State) -> None:
@@ -203,14 +146,6 @@ def assert_best_of_step_6(found: list[dict[str, Any]], expected: State, end: int
             assert_equal(one["weights"], expected)
 
 
-MARKS = (0.2, 0.9, 0.3, 0.1, 0.0)
-
-
-def fit_with_marks(folder: Path, first: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train with the marks from an evaluation on; the last is for the prediction."""
-    return fitted(folder, compute_metrics=Marks(*MARKS, first=first), **settings)
-
-
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_run_ends_with_the_best_weights_on_every_rank(
     two_ranks: Pool, tmp_path: Path, length: int
@@ -223,14 +158,6 @@ def test_a_run_ends_with_the_best_weights_on_every_rank(
     assert kept == ["step-00000006.safetensors"]
     written = safetensors.torch.load_file(tmp_path / "run" / "best" / kept[0])
     assert_equal(written, expected)
-
-
-def stop_after(folder: Path, num_steps: int, settings: dict[str, Any]) -> int:
-    """Take so many steps, and let the checkpoint of the last be written."""
-    with trainer_of(folder, **settings) as trainer:
-        for _ in range(num_steps):
-            trainer.step()
-    return trainer.global_step
 
 
 @pytest.mark.parametrize("num_steps", [6, slow(9)])

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from pipetransformer import Trainer
 from pipetransformer.checkpoint import saver as saving
 from pipetransformer.checkpoint.format import write_shards
 from pipetransformer.checkpoint.resume import lock_folder
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool, another_process
+from tests.helpers.inspection import writer_of
+from tests.helpers.models import tiny_trainer
+from tests.helpers.pool import Pool, another_process
 
 
 def make_trainer(folder: Path, **settings: Any) -> Trainer:
@@ -34,14 +34,7 @@ def make_trainer(folder: Path, **settings: Any) -> Trainer:
         "epochs": 2,
         "global_batch_size": 8,
     }
-    return Trainer(
-        tiny_model(),
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
-        folder=folder,
-        progress=False,
-        **{**defaults, **settings},
-    )
+    return tiny_trainer(folder=folder, **{**defaults, **settings})
 
 
 def train_and_wait(folder: Path, pipe: Connection) -> None:
@@ -168,7 +161,7 @@ def test_a_run_that_failed_keeps_the_folder_while_it_still_writes(
         with make_trainer(tmp_path, checkpoint_every_steps=1) as trainer:
             trainer.step()
             raise KeyError("the cause")
-    writer = trainer._state._saver._writer
+    writer = writer_of(trainer)
     try:
         with pytest.raises(ValueError, match="is training in folder"):
             lock_folder(tmp_path)

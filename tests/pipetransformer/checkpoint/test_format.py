@@ -10,85 +10,32 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipetransformer.checkpoint.format import (
-    Checkpoint,
+    FORMAT_VERSION,
     ShardRecord,
     checkpoint_folder,
     discard,
     holds_checkpoint,
     open_checkpoint,
     publish,
-    write_shards,
+    published,
 )
-from pipetransformer.checkpoint.resume import open_latest
-from pipetransformer.checkpoint.snapshot import Snapshot
 from pipetransformer.errors import CorruptCheckpointError
-from tests.pool import Pool
-
-Shards = dict[str, dict[str, Tensor]]
+from tests.helpers.checkpoints import assert_holds_step, assert_same, latest, save, state_at, write
+from tests.helpers.loops import TINY, make_trainer
+from tests.helpers.pool import Pool
 
 
 class Killed(BaseException):
     """Stand for SIGKILL: no handler of ordinary errors sees it."""
-
-
-def state_at(step: int) -> list[Shards]:
-    """Make the shards of two ranks, different at every step."""
-    return [
-        {
-            f"blocks.{rank}/weights": {"w": torch.full((3, 2), step + rank + 0.5)},
-            f"blocks.{rank}/optimizer": {"w.exp_avg": torch.arange(4.0) * (step + rank)},
-        }
-        for rank in range(2)
-    ]
-
-
-def write(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
-    """Copy and write shards, as one rank does."""
-    return write_shards(folder, Snapshot().take(shards))
-
-
-def latest(directory: Path) -> Checkpoint | None:
-    """Find the newest usable checkpoint, in a world of one process."""
-    return open_latest(directory, group=None)
-
-
-def save(directory: Path, step: int, *, keep: int = 2) -> Path:
-    """Save as a run does: rank 0 makes the folder, every rank writes, rank 0 publishes."""
-    folder = checkpoint_folder(directory, step)
-    records: dict[str, ShardRecord] = {}
-    for shards in state_at(step):
-        records |= write(folder, shards)
-    publish(folder, records, {"step_scalar": step / 3}, keep=keep)
-    return folder
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare names, dtypes, shapes and every bit."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        cpu = tensor.detach().cpu()
-        assert found[name].dtype == cpu.dtype and found[name].shape == cpu.shape, name
-        assert torch.equal(found[name], cpu), name
-
-
-def assert_holds_step(checkpoint: Checkpoint | None, step: int) -> None:
-    """Compare everything a checkpoint holds with what `save` wrote at this step."""
-    assert checkpoint is not None and checkpoint.step == step
-    assert checkpoint.scalars == {"step_scalar": step / 3}
-    expected = {name: tensors for shards in state_at(step) for name, tensors in shards.items()}
-    assert set(checkpoint.records) == set(expected)
-    for name, tensors in expected.items():
-        assert_same(checkpoint.read(name), tensors)
 
 
 def save_killed(directory: Path, step: int, fatal_call: int) -> bool:
@@ -415,3 +362,27 @@ def test_folder_holds_a_checkpoint_from_its_first_complete_save_on(tmp_path: Pat
     save(tmp_path, 20)
     (tmp_path / "latest").unlink()
     assert holds_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret", "/etc/passwd", "sub/file", "..", ""])
+def test_a_manifest_cannot_name_a_file_outside_its_folder(tmp_path: Path, elsewhere: str) -> None:
+    # Whoever could write a manifest chose which files of the machine were read.
+    saves = {**TINY.settings, "folder": tmp_path, "checkpoint_every_epochs": 1}
+    with make_trainer(replace(TINY, settings=saves)) as trainer:
+        trainer.fit()
+    folder = next((tmp_path / "checkpoints").glob("step-*"))
+    manifest = folder / "manifest.json"
+    content = json.loads(manifest.read_text())["content"]
+    next(iter(content["shards"].values()))["file"] = elsewhere
+    seal = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    manifest.write_text(json.dumps({"sha256": seal, "content": content}))
+    with pytest.raises(ValueError, match="which is no file of its folder"):
+        open_checkpoint(folder)
+
+
+def test_the_pointer_cannot_name_a_folder_elsewhere(tmp_path: Path) -> None:
+    content = {"format": FORMAT_VERSION, "checkpoints": ["../elsewhere"]}
+    seal = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    (tmp_path / "latest").write_text(json.dumps({"sha256": seal, "content": content}))
+    with pytest.raises(ValueError, match="'../elsewhere', which is no checkpoint of its folder"):
+        published(tmp_path)

@@ -12,15 +12,15 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 from transformers import AutoTokenizer, BertForSequenceClassification, BertTokenizerFast
 
 from pipetransformer import Trainer
 from pipetransformer.cli import main
-from tests.adapted import classifier
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.adapted import classifier
+from tests.helpers.models import tiny_data, tiny_trainer
+from tests.helpers.pool import Pool
 
 State = dict[str, Tensor]
 
@@ -111,7 +111,7 @@ def test_timm_creates_the_model_from_the_folder(tmp_path: Path) -> None:
     model = timm.create_model("test_vit", num_classes=3)
     images = torch.randn(4, 3, 160, 160)
     data = TensorDataset(images, torch.arange(4) % 3)
-    with Trainer(model, data, loss_fn=nn.CrossEntropyLoss(), progress=False) as trainer:
+    with tiny_trainer(model, data) as trainer:
         trainer.step()
         trainer.save_pretrained(tmp_path)
         expected = trainer.predict(data).predictions
@@ -126,14 +126,12 @@ def test_timm_creates_the_model_of_an_exported_checkpoint(
     torch.manual_seed(0)
     images = torch.randn(4, 3, 160, 160)
     data = TensorDataset(images, torch.arange(4) % 3)
-    with Trainer(
+    with tiny_trainer(
         timm.create_model("test_vit", num_classes=3),
         data,
-        loss_fn=nn.CrossEntropyLoss(),
         folder=tmp_path / "run",
         checkpoint_every_steps=1,
         epochs=1,
-        progress=False,
     ) as trainer:
         trainer.fit()
         expected = trainer.predict(data).predictions
@@ -150,14 +148,11 @@ def test_timm_creates_the_model_of_an_exported_checkpoint(
 
 def tiny_run(folder: Path) -> State:
     """Train and save; return the weights."""
-    with Trainer(
-        tiny_model(),
-        tiny_data(num_samples=16),
-        loss_fn=nn.CrossEntropyLoss(),
+    with tiny_trainer(
+        data=tiny_data(num_samples=16),
         folder=folder,
         checkpoint_every_steps=1,
         global_batch_size=8,
-        progress=False,
     ) as trainer:
         trainer.fit()
         return copied(trainer)
@@ -205,9 +200,7 @@ def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_refused(
 
 
 def save_where_nothing_can_be(folder: Path) -> str:
-    with Trainer(
-        tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), progress=False
-    ) as trainer:
+    with tiny_trainer() as trainer:
         with pytest.raises(OSError, match="rank 0: .*Not a directory") as caught:
             trainer.save_pretrained(folder / "file" / "model")
     return str(caught.value)

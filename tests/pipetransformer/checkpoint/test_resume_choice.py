@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +21,10 @@ from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig
 from pipetransformer.model import NamedParameters
 from pipetransformer.processes.world import connect
-from tests.models import tiny_data, tiny_model
+from tests.helpers.loops import TINY, fused_adamw, make_trainer
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.pool import Pool
 from tests.pipetransformer.checkpoint.test_resume import save
-from tests.pool import Pool
 
 
 def config(folder: Path, resume: Any) -> TrainConfig:
@@ -238,3 +240,32 @@ def test_every_rank_is_refused_another_run_s_folder(two_ranks: Pool, tmp_path: P
     assert two_ranks.run(begin_as_another, str(tmp_path), 0) == ["", ""]
     for text in two_ranks.run(begin_as_another, str(tmp_path), 1):
         assert text.startswith(f"rank 0: the run that was begun in {tmp_path} had {{'seed': 0}}")
+
+
+def test_processes_that_are_started_again_because_another_node_s_failed_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torchrun counts a restart where a process failed, and there alone. The other nodes' processes
+    # took themselves for a second run, and refused the folder that their own run was in.
+    config = TrainConfig(folder=tmp_path, checkpoint_every_epochs=1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not resumes(config)
+    note_launchers(tmp_path, connect("cpu", timeout_s=60.0))
+    (tmp_path / "journal.jsonl").touch()
+    assert resumes(config)
+
+
+def test_another_optimizer_is_refused_on_resume(tmp_path: Path) -> None:
+    # SGD went on with AdamW's leftovers; AdamW after SGD ended in a KeyError of 'exp_avg'.
+    saves = {**TINY.settings, "folder": tmp_path, "checkpoint_every_epochs": 1}
+    job = replace(TINY, settings=saves)
+    with make_trainer(job) as trainer:
+        trainer.fit()
+    resumes = {"resume": "auto", "epochs": 3}
+    with (
+        make_trainer(replace(job, optimizer=fused_adamw), **resumes) as trainer,
+        pytest.raises(ValueError, match=r"saved with .*torch.optim.sgd.SGD.* has .*AdamW"),
+    ):
+        trainer.fit()
+    with make_trainer(job, **resumes) as trainer:
+        trainer.fit()

@@ -15,18 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipetransformer import Trainer
 from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint import saver as saving
-from pipetransformer.checkpoint.format import ShardRecord, write_shards
+from pipetransformer.checkpoint.format import ShardRecord, Shards, write_shards
 from pipetransformer.checkpoint.resume import open_latest
 from pipetransformer.checkpoint.saver import Saver
-from pipetransformer.checkpoint.snapshot import Shards
 from pipetransformer.processes.world import connect
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.models import tiny_trainer
+from tests.helpers.pool import Pool
 
 
 class Latch:
@@ -343,15 +341,8 @@ def test_a_save_that_is_due_too_early_is_left_out_and_the_last_one_waits(
 
     opener = threading.Thread(target=open_later)
     opener.start()
-    trainer = Trainer(
-        tiny_model(),
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
-        folder=tmp_path,
-        epochs=2,
-        global_batch_size=6,
-        checkpoint_every_steps=3,
-        progress=False,
+    trainer = tiny_trainer(
+        folder=tmp_path, epochs=2, global_batch_size=6, checkpoint_every_steps=3
     )
     with replaced("write_shards", latch.write), trainer:
         trainer.fit()

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pipetransformer.checkpoint.snapshot import Snapshot, num_bytes_of
-from tests.marked_stream import MarkedStream
+from pipetransformer.checkpoint.saver import Snapshot, num_bytes_of
+from tests.helpers.stand_in_gpu import MarkedStream
 
 DTYPES = [
     torch.float64,

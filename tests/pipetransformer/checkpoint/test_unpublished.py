@@ -12,7 +12,7 @@ from pipetransformer.checkpoint import published
 from pipetransformer.checkpoint.format import clear
 from pipetransformer.checkpoint.resume import resumes
 from pipetransformer.config import TrainConfig
-from tests.pipetransformer.checkpoint.test_format import assert_holds_step, latest, save
+from tests.helpers.checkpoints import assert_holds_step, latest, save
 
 
 def unpublish(directory: Path, *steps: int) -> None:

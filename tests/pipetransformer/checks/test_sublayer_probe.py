@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from pipetransformer import Trainer
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
+from tests.helpers.pool import Pool
 
 
 class _Heard(logging.Handler):
@@ -29,14 +29,7 @@ def warnings_of(dropout: float, settings: dict[str, Any]) -> list[str]:
     logger, heard = logging.getLogger("pipetransformer"), _Heard()
     logger.addHandler(heard)
     try:
-        with Trainer(
-            tiny_model(dropout=dropout),
-            tiny_data(),
-            loss_fn=nn.CrossEntropyLoss(),
-            global_batch_size=6,
-            progress=False,
-            **settings,
-        ) as trainer:
+        with tiny_trainer(tiny_model(dropout=dropout), global_batch_size=6, **settings) as trainer:
             trainer.step()
             trainer.step()
     finally:

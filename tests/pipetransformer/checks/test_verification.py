@@ -13,19 +13,11 @@ from torch.optim import SGD
 
 from autopipe.loss import Loss
 from pipetransformer import LayeredModel, Sublayer, Trainer, Verification, VerificationError
-from tests.adapted import MODELS, batch_for, classifier, targets_for, timm_vit
-from tests.invariants.test_bugs_numbers import (
-    TINY,
-    Bounded,
-    Running,
-    decay_by_note,
-    dropping,
-    noted_model,
-    repeated,
-)
-from tests.loops import Job, Result, loop, make_trainer
-from tests.models import Entries, tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.adapted import MODELS, batch_for, classifier, targets_for, timm_vit
+from tests.helpers.loops import TINY, Job, Result, loop, make_trainer
+from tests.helpers.models import Entries, tiny_data, tiny_model
+from tests.helpers.pool import Pool
+from tests.helpers.unusual import Bounded, Running, decay_by_note, dropping, noted_model, repeated
 
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64))
 
@@ -134,7 +126,7 @@ def believed(given: Any, own: Any, *, model: str) -> Loss:
 
 
 def test_a_loss_that_depends_on_the_split_is_found() -> None:
-    with mock.patch("pipetransformer.checks.task_checks.choose_loss", believed):
+    with mock.patch("pipetransformer.checks.model_checks.choose_loss", believed):
         found = verify(replace(TINY, loss_fn=WEIGHTED))
         assert "the loss 'CrossEntropyLoss' depends on how a batch is split" in found
         assert "when joined from parts" in found

@@ -21,8 +21,8 @@ from pipetransformer.cli import plan_command as plan_command
 from pipetransformer.cli.named_model import ModelChoice, build_named
 from pipetransformer.cli.places import Place, described_place, make_request
 from pipetransformer.cli.plan_answer import find_plan
-from tests import costs
-from tests.models import tiny_data, tiny_model
+from tests.helpers import costs
+from tests.helpers.models import tiny_data, tiny_model
 
 HERE = "tests.pipetransformer.cli.test_command"
 CLUSTER = """

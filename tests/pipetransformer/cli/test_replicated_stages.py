@@ -16,9 +16,8 @@ from pipetransformer.cli import main
 from pipetransformer.cli.places import Place
 from pipetransformer.cli.plan_answer import find_plan
 from pipetransformer.cli.replicated_stages import replicate
-from tests.costs import uniform
+from tests.helpers.costs import profile_text, uniform
 from tests.pipetransformer.cli.test_command import CLUSTER, HERE
-from tests.profile_text import profile_text
 
 ASKED = ["--machines", "3", "--bandwidth", "1e9", "--plan", "pipedream"]
 

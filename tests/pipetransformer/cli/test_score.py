@@ -31,11 +31,11 @@ from freeze import (
     Shadow,
     as_policy,
 )
-from pipetransformer import PlanSituation, Trainer, fastest_plan
+from pipetransformer import PlanSituation, fastest_plan
 from pipetransformer.cli import main, recorded_score, score
 from pipetransformer.report import read_decisions
 from pipetransformer.report import records as decisions_module
-from tests.models import tiny_data, tiny_model
+from tests.helpers.models import tiny_model, tiny_trainer
 
 ALL = ("accumulated_gradient", "relative_update", "probe_change", "probe_cka")
 
@@ -45,15 +45,12 @@ def train(
 ) -> None:
     """Train a model, or the tiny one, in this process, deciding every 3 of 50 steps."""
     settings: dict[str, Any] = {"epochs": 10, "freeze_interval_steps": 3, **changes}
-    with Trainer(
+    with tiny_trainer(
         tiny_model() if model is None else model,
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
         freeze=policy,
         folder=folder,
         global_batch_size=6,
         micro_batches=2,
-        progress=False,
         probe_samples=8,
         **settings,
     ) as trainer:

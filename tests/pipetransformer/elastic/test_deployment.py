@@ -21,11 +21,12 @@ from autopipe.plan.request import PipelinePlan
 from pipetransformer import Trainer, adamw
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
-from tests.live_bytes import LiveBytes
-from tests.measured import measuring, once
-from tests.models import NUM_CLASSES, NUM_FEATURES, Block, tiny_data
-from tests.pool import Pool
-from tests.scenario import Forced, Shape
+from tests.helpers.inspection import deployment_of, layered_of, model_of, stage_of
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.measured import measuring, once
+from tests.helpers.models import NUM_CLASSES, NUM_FEATURES, Block, tiny_data, tiny_trainer
+from tests.helpers.pool import Pool
+from tests.helpers.scenario import Forced, Shape
 
 WIDTH = 64
 ROUND_BYTES = 80_000
@@ -42,15 +43,13 @@ def start(length: int, **settings: Any) -> Iterator[Trainer]:
         *[Block(WIDTH, 0.0) for _ in range(NUM_SUBLAYERS - 2)],
         nn.Linear(WIDTH, NUM_CLASSES),
     )
-    trainer = Trainer(
+    trainer = tiny_trainer(
         model,
         tiny_data(dtype=torch.float32),
-        loss_fn=nn.CrossEntropyLoss(),
         optimizer=adamw(),
         plan=Forced({0: Shape(length, 2)}),
         epochs=3,
         global_batch_size=8,
-        progress=False,
         cache=False,
         evaluate_every_epochs=0,
         **settings,
@@ -93,7 +92,7 @@ def change_again_and_again(sequence: list[tuple[int, ...]]) -> list[list[str]]:
     with start(2) as trainer:
         trainer.step()
         trainer.step()
-        deployment = trainer._deployment
+        deployment = deployment_of(trainer)
         before = {k: v for one in reversed(digests(deployment)) for k, v in one.items()}
         for boundaries in sequence:
             deployment.change(decision(boundaries))
@@ -137,14 +136,14 @@ def gather_and_go_on() -> list[str]:
     wrong = []
     with start(2) as trainer:
         trainer.step()
-        deployment = trainer._deployment
+        deployment = deployment_of(trainer)
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
         owners = {k: v for one in digests(deployment) for k, v in one.items()}
         deployment.gather_weights(torch.device("cpu"))
         if {name: t.data_ptr() for name, t in held(deployment).items()} != before:
             wrong.append("shards of this rank were touched")
         if trainer.world.is_main:
-            model = trainer._task.model
+            model = layered_of(trainer)
             gathered = {
                 f"{sub.name}/weights/{name}": digest(tensor)
                 for index, sub in enumerate(model.sublayers)
@@ -167,8 +166,8 @@ def gather_into(device: str) -> list[str]:
     """Gather the weights onto a device; return where this rank's model is then."""
     with start(2) as trainer:
         trainer.step()
-        trainer._deployment.gather_weights(torch.device(device))
-        model = trainer._task.model
+        deployment_of(trainer).gather_weights(torch.device(device))
+        model = layered_of(trainer)
         return [
             next(iter(model.tensors(i).values())).device.type for i in range(len(model.sublayers))
         ]
@@ -203,8 +202,8 @@ def test_weights_that_do_not_fit_on_rank_0_s_device_are_gathered_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     with start(1) as trainer:
-        deployment, cuda = trainer._deployment, torch.device("cuda", 0)
-        needed = sum(p.nbytes for p in trainer._task.model.model.parameters())
+        deployment, cuda = deployment_of(trainer), torch.device("cuda", 0)
+        needed = sum(p.nbytes for p in model_of(trainer).parameters())
         free = needed + pipetransformer.elastic.deployment.ROUND_BYTES + room
         monkeypatch.setattr(pipetransformer.elastic.deployment, "free_bytes", lambda device: free)
         monkeypatch.setattr(deployment, "_world", dataclasses.replace(trainer.world, device=cuda))
@@ -215,7 +214,7 @@ def test_weights_that_do_not_fit_on_rank_0_s_device_are_gathered_in_host_memory(
 
 def change_counted(trainer: Trainer, to: Decision) -> dict[str, int]:
     """Carry out a decision in rounds of the tests; count this rank's bytes while shards move."""
-    deployment = trainer._deployment
+    deployment = deployment_of(trainer)
     found = {"first": sum(t.nbytes for t in held(deployment).values())}
 
     def counted(*arguments: Any, **keywords: Any) -> int:
@@ -256,7 +255,7 @@ def test_a_rank_that_gives_all_and_gets_all_holds_never_both(four_ranks: Pool) -
 def watch_entry(trainer: Trainer, act: Callable[[], object]) -> dict[str, Any]:
     """Do what leads to a change, and note what this rank has when the first shard is to move."""
     found: dict[str, Any] = {}
-    model = trainer._task.model.model
+    model = model_of(trainer)
 
     def watched(*arguments: Any, **keywords: Any) -> int:
         tensors = [*model.parameters(), *model.buffers()]
@@ -278,7 +277,7 @@ def num_optimizers() -> int:
 
 def enter_first_change() -> dict[str, Any]:
     with start(2) as trainer:
-        return watch_entry(trainer, trainer._begin)
+        return watch_entry(trainer, trainer.begin)
 
 
 def test_other_ranks_let_go_of_their_initial_weights_before_rank_0_s_come(
@@ -295,9 +294,9 @@ def enter_second_change() -> dict[str, Any]:
     others = num_optimizers()  # Of tests before this one, in the same process.
     with start(2) as trainer:
         trainer.step()
-        stage = trainer._deployment.active_stage
+        stage = stage_of(trainer)
         assert stage.optimizer is not None
-        found = watch_entry(trainer, lambda: trainer._deployment.change(decision((0, 8))))
+        found = watch_entry(trainer, lambda: deployment_of(trainer).change(decision((0, 8))))
         found["optimizers"] -= others
         found["kept"] = (stage.optimizer, len(stage.parameters))
         return found
@@ -315,7 +314,7 @@ def change_locally() -> list[str]:
     refused = AssertionError("no rank needs another for this")
     with start(2) as trainer:
         trainer.step()
-        deployment = trainer._deployment
+        deployment = deployment_of(trainer)
         deployment.change(decision((0, 4, 8)))
         groups = deployment.active_stage._groups
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
@@ -349,7 +348,7 @@ def freeze_and_look() -> list[tuple[list[str], list[bool]]]:
     found = []
     with start(2) as trainer:
         trainer.step()
-        deployment = trainer._deployment
+        deployment = deployment_of(trainer)
         for boundaries in ((6, 8), (0, 4, 8)):
             deployment.change(decision(boundaries))
             parked = deployment._held.states

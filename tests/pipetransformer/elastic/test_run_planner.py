@@ -23,9 +23,9 @@ from pipetransformer.measure import Measurements
 from pipetransformer.model import Task
 from pipetransformer.model.registry import adapt
 from pipetransformer.processes.world import World
-from tests import costs
-from tests.costs import uniform
-from tests.models import tiny_model
+from tests.helpers import costs
+from tests.helpers.costs import uniform
+from tests.helpers.models import tiny_model
 
 CLOCK = Clock(100, 2, 1000, 50, 1e-3, 1e-3)
 
@@ -182,11 +182,11 @@ def test_a_decision_is_told_with_its_range_and_what_cannot_be_told_from_it() -> 
     unsure = planner(spread=0.25)
     plan = plan_of(unsure)
     assert (plan.length, plan.predicted_step_s) == (1, 108.0)
-    text = unsure.sureness(CLOCK, None, Decision(0, 0, plan, False, ""))
+    text = unsure.how_sure(CLOCK, None, Decision(0, 0, plan, False, ""))
     assert text.startswith("a step takes 81000 ms to 135000 ms by the quartiles of what was")
     assert "K = 1, M = 1 (108000 ms) and K = 2, M = 12 (117000 ms) cannot be told" in text
     assert text.endswith("K = 1 is taken, the shortest pipeline")
-    assert "told apart" not in planner(spread=0.01).sureness(
+    assert "told apart" not in planner(spread=0.01).how_sure(
         CLOCK, None, Decision(0, 0, plan, False, "")
     )
 
@@ -198,12 +198,12 @@ def test_nothing_is_said_of_what_was_not_measured_or_not_chosen_by_us(
     settings: dict[str, Any],
 ) -> None:
     one = planner(**{"spread": 0.25, **settings})
-    assert one.sureness(CLOCK, None, Decision(0, 0, plan_of(one), False, "")) == ""
+    assert one.how_sure(CLOCK, None, Decision(0, 0, plan_of(one), False, "")) == ""
 
 
 def test_a_plan_that_was_tried_is_told_apart() -> None:
     one = planner(spread=0.25)
     plan = plan_of(one)
     one.calibration.correct(plan, 1.5)
-    text = one.sureness(CLOCK, None, Decision(0, 0, plan, False, ""))
+    text = one.how_sure(CLOCK, None, Decision(0, 0, plan, False, ""))
     assert text == "a step takes 121500 ms to 202500 ms by the quartiles of what was measured"

@@ -21,7 +21,7 @@ from autocache import RowField, RowLayout, RowStore
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed.node_store import share_store
 from pipetransformer.processes import World
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 LAYOUT = RowLayout((RowField("hidden", (64,), torch.float32),))
 NUM_ROWS, ROW_BYTES = 1000, 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,26 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import SGD
 
-from autocache import DeviceStore, RowStore, device_bytes
+from autocache import DeviceStore, RowStore, WrittenBehind, device_bytes
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.feed import node_store as store_choice
-from pipetransformer.feed.coming_fetches import FollowedFetches
+from pipetransformer.feed.coming_fetches import Follower, with_later
 from pipetransformer.processes.world import connect
-from tests.adapted import classifier
-from tests.invariants.test_cached_rows import Sentences
-from tests.measured import freely, measuring
-from tests.models import tiny_data, tiny_model
-from tests.pipetransformer.feed.test_frozen_prefix import (
-    ALONE,
-    Feed,
-    assert_fetch,
-    counts,
-    leave_rows_unchecked,
-)
-from tests.pool import Pool
-from tests.stand_in_gpu import CUDA, stand_in_gpu
+from tests.helpers.adapted import classifier
+from tests.helpers.feeds import ALONE, Feed, Sentences, assert_fetch, counts, leave_rows_unchecked
+from tests.helpers.inspection import evaluation_feed_of, feed_of, store_of
+from tests.helpers.measured import freely, measuring
+from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
+from tests.helpers.pool import Pool
+from tests.helpers.stand_in_gpu import CUDA, put_on_gpu, stand_in_gpu
+from tests.helpers.texts import pad_to_longest, sentences, tiny_bert
 
 
 @pytest.fixture
@@ -104,22 +101,6 @@ def test_a_device_that_is_full_after_all_means_host_memory_and_one_warning(
     feed.samples.close()
 
 
-def test_rows_that_leave_the_device_are_computed_anew_and_stay_away(
-    tmp_path: Path, room: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    feed = Feed(tmp_path)
-    feed.set_depth(2)
-    assert_fetch(feed, 2, (0, 0, 5))
-    assert feed.samples.leave_device() and not feed.samples.leave_device()
-    assert isinstance(feed.samples._store, RowStore)
-    assert_fetch(feed, 2, (0, 0, 5))
-    assert_fetch(feed, 2, (5, 0, 0))
-    feed.set_depth(1)
-    assert isinstance(feed.samples._store, RowStore)
-    assert caplog.text.count("the cache leaves cpu, whose memory is needed") == 1
-    feed.samples.close()
-
-
 def test_half_of_what_was_never_used_is_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_choice, "plannable_bytes", lambda _: 1000)
     with stand_in_gpu():
@@ -173,7 +154,7 @@ def test_the_last_fetch_of_an_epoch_has_rows_written_for_the_node_s_other_proces
     monkeypatch.setattr(RowStore, "settle", lambda store: settled.append(store))
     for size, expected in ((1, [0, 0, 0]), (2, [0, 1, 2])):
         feed.samples._world = replace(ALONE, size=size)
-        feed.samples._followed = FollowedFetches(lambda: batches)
+        feed.samples._coming = Follower(lambda: with_later(batches))
         counted = []
         for epoch, ids in batches:
             feed.samples.rows(epoch).fetch(ids)
@@ -197,7 +178,7 @@ def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, 
         ) as trainer,
     ):  # fmt: skip
         trainer.fit()
-        feeds = (trainer._feed, trainer._evaluator.feed)
+        feeds = (feed_of(trainer), evaluation_feed_of(trainer))
         kinds = {type(feed._store) for feed in feeds if feed is not None}
         assert kinds == {DeviceStore if settings.get("cache", True) else type(None)}
         return trainer, trainer.state_dict()
@@ -220,3 +201,82 @@ def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
     assert trainer.report.cache_hits > 0 == other.report.cache_hits
     for (name, mine), theirs in zip(cached.items(), computed.values(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def test_the_bytes_announced_are_those_of_rows_for_the_longest_sample(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # From the shortest to the longest, as files may be.
+    data = sorted(sentences(400), key=lambda row: len(row["input_ids"]))
+    with Trainer(
+        tiny_bert(),
+        data,
+        optimizer=lambda named: SGD([p for _, p in named], lr=0.1),
+        freeze=FreezeSchedule((1,)),
+        epochs=2,
+        global_batch_size=4,
+        collate_fn=pad_to_longest,
+        progress=False,
+    ) as trainer:
+        with caplog.at_level(logging.INFO):
+            trainer.step()
+        taken = trainer.report.cache_bytes
+    (announced,) = re.findall(r"the cache takes up to about ([\d.]+) KiB", caplog.text)
+    # Rows also hold the mask, targets and checks.
+    assert 0.75 * taken < 1024 * float(announced) < 1.1 * taken
+
+
+_NUM, _BATCH = 48, 16
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)
+    ]
+    head = nn.Sequential(nn.Flatten(), nn.Linear(16 * 5, 2))
+    return nn.Sequential(nn.Linear(8, 16), *blocks, head).double()
+
+
+def make_data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_NUM, 5, 8, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, (x.mean((1, 2)) > 0).long())
+
+
+def run(patch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[float], type, list[int]]:
+    """Train with one layer more frozen each epoch; return losses, the store's kind, and waits."""
+    # It takes the stand-in's parameters for special ones.
+    patch.setattr("pipetransformer.checks.model_checks._refuse_parameters", lambda _: None)
+    model = make_model()
+    with stand_in_gpu() as gpu:
+        put_on_gpu(model)
+        with tiny_trainer(
+            model,
+            make_data(),
+            freeze=lambda context: min(2, context.epoch),
+            epochs=4,
+            global_batch_size=_BATCH,
+            pipeline_length=1,
+            **settings,
+        ) as trainer:
+            losses, waits = [], []
+            while not trainer.is_over:
+                gpu.reset()
+                losses.append(trainer.step().loss)
+                waits.append(sum(gpu.waits.values()))
+            return losses, type(store_of(trainer)), waits
+
+
+def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_device, device_kind, device_waits = run(monkeypatch, cache_device="cuda")
+    in_file, file_kind, file_waits = run(monkeypatch, cache_device="cpu")
+    computed, no_kind, _ = run(monkeypatch, cache=False)
+    assert (device_kind, file_kind, no_kind) == (DeviceStore, WrittenBehind, type(None))
+    assert on_device == in_file == computed
+    # Where an epoch begins and ends it is decided, and looked at the frozen layers.
+    inner = range(1, len(on_device), _NUM // _BATCH)
+    assert [device_waits[step] for step in inner] == [file_waits[step] for step in inner]
+    assert not any(device_waits[step] for step in inner)

@@ -1,4 +1,4 @@
-"""Prove that workers read what is read without them, ahead where it was foreseen."""
+"""Prove that workers read what is read without them, and what they foresee."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from freeze import FreezeContext, FreezeDecision
 from pipetransformer.feed import Batch, Collation, ForeseenSamples, Request, Samples
+from pipetransformer.feed.coming_fetches import Fetch, Follower, with_later
+from tests.helpers.models import tiny_data, tiny_trainer
 
 
 class Noisy:
@@ -138,3 +142,93 @@ def test_the_callers_random_numbers_stay_as_they_were() -> None:
     samples.read((1,), view=0)
     samples.close()
     assert torch.equal(torch.rand(2), expected)
+
+
+STEPS = [(epoch, torch.arange(first, first + 2)) for epoch in (0, 1) for first in range(0, 24, 2)]
+
+
+def test_what_is_later_ends_with_the_epoch_and_after_some_fetches() -> None:
+    fetches = list(with_later(STEPS))
+    assert [(fetch.epoch, fetch.ids.tolist()) for fetch in fetches] == [
+        (epoch, ids.tolist()) for epoch, ids in STEPS
+    ]
+    assert fetches[0].later.tolist() == [*range(2, 18)]
+    assert fetches[9].later.tolist() == [20, 21, 22, 23]
+    assert fetches[11].later.tolist() == []
+    assert fetches[12].later.tolist() == [*range(2, 18)]
+
+
+def test_fetches_are_followed_and_others_begin_anew() -> None:
+    begun = []
+
+    def to_come() -> list[tuple[int, Tensor]]:
+        begun.append(position)
+        return STEPS[position:]
+
+    def later(epoch: int, ids: Tensor) -> list[int]:
+        fetch = fetches.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
+        return [] if fetch is None else fetch.later.tolist()
+
+    position = 0
+    fetches: Follower[Fetch] = Follower(lambda: with_later(to_come()))
+    assert later(*STEPS[0])[:2] == [2, 3]
+    assert later(*STEPS[1])[:2] == [4, 5]
+    position = 6
+    assert later(*STEPS[6])[:2] == [14, 15]
+    assert begun == [0, 6]
+    assert not later(0, torch.tensor([5, 9]))
+    position = 3
+    fetches.forget()
+    assert later(*STEPS[3])[:2] == [8, 9]
+    assert begun == [0, 6, 6, 3]
+
+
+NUM_SAMPLES = 60
+
+
+EPOCHS = 6
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "settings", "frozen"),
+    [
+        (10, {}, {0: 2}),
+        (7, {}, {0: 0, 9: 2}),
+        (8, {"cache_limit_bytes": 20_000}, {0: 2}),
+        (10, {"prefix_chunk": 16}, {0: 0, 2: 1, 4: 2, 9: 3}),
+    ],
+)
+def test_workers_begin_anew_once_an_epoch_at_most(
+    global_batch_size: int,
+    settings: dict[str, Any],
+    frozen: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+    begin = ForeseenSamples._begin
+
+    def counted(samples: ForeseenSamples) -> Any:
+        begun.append(trainer.global_step)
+        return begin(samples)
+
+    def freeze(context: FreezeContext) -> FreezeDecision:
+        latest = max(step for step in frozen if step <= context.step)
+        return FreezeDecision(frozen[latest], "by step")
+
+    monkeypatch.setattr(ForeseenSamples, "_begin", counted)
+    with tiny_trainer(
+        data=tiny_data(num_samples=NUM_SAMPLES),
+        freeze=freeze,
+        freeze_interval_steps=1,
+        epochs=EPOCHS,
+        global_batch_size=global_batch_size,
+        num_workers=1,
+        **settings,
+    ) as trainer:
+        trainer.fit()
+        report = trainer.report
+    assert report.cache_hits
+    per_epoch = -(-NUM_SAMPLES // global_batch_size)
+    by_epoch = [sum(step // per_epoch == epoch for step in begun) for epoch in range(EPOCHS)]
+    changes = [sum(step // per_epoch == epoch for step in frozen) for epoch in range(EPOCHS)]
+    assert all(num <= 1 + more for num, more in zip(by_epoch, changes, strict=True)), begun

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,59 +10,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from pipetransformer import CallbackError, FreezeSchedule
-from pipetransformer.hf import Trainer
-from tests.pool import Pool
-from tests.texts import pad_to_longest, sentences, tiny_bert
-
-
-def rows(num: int) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "sentence"} for row in sentences(num)]
-
-
-def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    right = np.argmax(prediction.predictions, axis=1) == prediction.label_ids
-    return {"accuracy": float(right.mean())}
-
-
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    usual: dict[str, Any] = {
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "warmup_steps": 0.25,
-        "weight_decay": 0.01,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 5,
-    }
-    return TrainingArguments(output_dir=str(folder), **{**usual, **options})
-
-
-@contextmanager
-def made(folder: Path, *, options: Any = None, kind: Any = Trainer, **given: Any) -> Iterator[Any]:
-    trainer = kind(
-        model=tiny_bert().float(),
-        **{
-            "args": arguments(folder, **(options or {})),
-            "data_collator": pad_to_longest,
-            "train_dataset": rows(30),
-            "eval_dataset": rows(13),
-            "compute_metrics": accuracy,
-            **given,
-        },
-    )
-    if kind is not Trainer:
-        yield trainer
-        return
-    with closing(trainer):
-        yield trainer
+from pipetransformer.hf import Trainer, evaluations
+from tests.helpers.adapted import hf_vit
+from tests.helpers.hf_runs import accuracy, arguments, made, rows
+from tests.helpers.inspection import is_labelled
+from tests.helpers.pool import Pool
+from tests.helpers.texts import tiny_bert
 
 
 def run(folder: Path, kind: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -337,3 +292,72 @@ def test_callbacks_hear_of_the_beginning_and_of_predictions_on_a_rank_they_know(
         assert begin == ("init", rank == 0, True)
         assert predicted[:2] == ("predict", rank == 0)
         assert {"mine_loss", "mine_accuracy", "mine_runtime"} <= predicted[2]
+
+
+def test_evaluations_adapt_a_model_once_whatever_their_data_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted, adapt = list[Any](), evaluations.adapt
+
+    def noting(model: Any) -> Any:
+        adapted.append(model)
+        return adapt(model)
+
+    monkeypatch.setattr(evaluations, "adapt", noting)
+    bare = [{name: value for name, value in row.items() if "label" not in name} for row in rows(4)]
+    with made(tmp_path, compute_metrics=None) as trainer:
+        losses = ["eval_loss" in trainer.evaluate(one) for one in (rows(9), bare, rows(9))]
+        assert losses == [True, False, True]
+        assert adapted == [trainer.model]
+        trainer.model = other = tiny_bert().float()
+        assert is_labelled(trainer, rows(4)) and not is_labelled(trainer, bare)
+        assert adapted[1:] == [other]
+
+
+def images(num: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(num)
+    pixels = torch.randn(num, 3, 8, 8, generator=generator)
+    return [{"pixel_values": one, "labels": index % 3} for index, one in enumerate(pixels)]
+
+
+def trainer_of(kind: Any, folder: Path, **given: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(
+        model=hf_vit(),
+        args=arguments(folder, num_train_epochs=3),
+        train_dataset=images(30),
+        eval_dataset=images(13),
+        compute_metrics=accuracy,
+        **given,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_a_vit_trains_as_with_transformers_until_it_freezes_and_then_keeps_what_is_frozen(
+    tmp_path: Path,
+) -> None:
+    theirs = trainer_of(transformers.Trainer, tmp_path / "theirs")
+    theirs.train()
+    with closing(trainer_of(Trainer, tmp_path / "ours", freeze=FreezeSchedule([0, 1]))) as ours:
+        before = {name: p.clone() for name, p in ours.model.named_parameters()}
+        kept: dict[str, torch.Tensor] = {}
+
+        class AfterEpoch(transformers.TrainerCallback):  # type: ignore[misc]
+            def on_epoch_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+                if state.epoch == 1:
+                    kept.update({n: p.clone() for n, p in facts["model"].named_parameters()})
+
+        ours.add_callback(AfterEpoch)
+        ours.train()
+        after = dict(ours.model.named_parameters())
+        hits = ours._trainer.report.cache_hits
+    assert len(losses(ours)) == 12
+    assert losses(ours)[:4] == pytest.approx(losses(theirs)[:4], abs=1e-5)
+    first = {n for n in kept if "embeddings" in n or ".0." in n}
+    moving = {n for n in kept if "key.bias" not in n}  # Whose gradients are rounding alone.
+    assert {n for n in moving if torch.equal(after[n], kept[n])} == first & moving
+    assert not any(torch.equal(before[n], kept[n]) for n in moving)
+    assert hits > 0

@@ -15,8 +15,7 @@ import transformers
 
 from pipetransformer.hf import kept_history
 from pipetransformer.hf.kept_history import keep_history
-from tests.pipetransformer.hf.test_hf_trainer import made
-from tests.pipetransformer.hf.test_same_run import SAVES, StopAt
+from tests.helpers.hf_runs import SAVES, StopAt, made
 
 History = list[dict[str, Any]]
 

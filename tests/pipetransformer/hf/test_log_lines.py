@@ -1,4 +1,4 @@
-"""What is logged is printed in the lines that transformers prints."""
+"""Prove that what is logged is printed, and written elsewhere, as transformers does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import transformers
 from transformers import PrinterCallback, ProgressCallback
 
 from pipetransformer.hf import Trainer
-from tests.pipetransformer.hf.test_hf_trainer import made
-from tests.pool import Pool
+from tests.helpers.hf_runs import made
+from tests.helpers.pool import Pool
 
 # Nobody's equal another's; here those of evaluations are not logged at all.
 TIMES = ("_runtime", "_per_second")
@@ -77,3 +77,22 @@ def train_into(folder: Path) -> int:
 def test_the_main_process_alone_prints(two_ranks: Pool, tmp_path: Path) -> None:
     first, second = two_ranks.run(train_into, tmp_path)
     assert (first, second) == (4, 0)
+
+
+def test_tensorboard_is_written_what_is_logged(tmp_path: Path) -> None:
+    accumulation = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with made(tmp_path, options={"report_to": "tensorboard"}) as trainer:
+        trainer.train()
+        history = trainer.state.log_history
+    (file,) = (tmp_path / "runs").rglob("events.out.tfevents.*")
+    events = accumulation.EventAccumulator(str(file.parent)).Reload()
+    for tag, name in (
+        ("train/loss", "loss"),
+        ("train/learning_rate", "learning_rate"),
+        ("eval/accuracy", "eval_accuracy"),
+        ("train/train_loss", "train_loss"),
+    ):
+        written = [(event.step, event.value) for event in events.Scalars(tag)]
+        logged = [(entry["step"], entry[name]) for entry in history if name in entry]
+        assert [step for step, _ in written] == [step for step, _ in logged] != []
+        assert [value for _, value in written] == pytest.approx([value for _, value in logged])

@@ -17,9 +17,7 @@ from transformers import BertForQuestionAnswering, TrainerCallback
 from pipetransformer import CallbackError
 from pipetransformer.hf import Trainer
 from pipetransformer.hf.callback_bridge import CallbackBridge
-from tests.pipetransformer.hf.test_hf_trainer import arguments, made, rows
-from tests.pipetransformer.hf.test_overridden import KINDS, numbers, questions, reader
-from tests.pipetransformer.hf.test_same_run import SAVES
+from tests.helpers.hf_runs import KINDS, SAVES, arguments, made, numbers, questions, reader, rows
 
 BEST = {"save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 3}
 

@@ -1,4 +1,4 @@
-"""Hold what happens where an output_dir holds a run already, as with transformers' Trainer."""
+"""Prove what output_dir comes to hold, and what happens where it holds a run already."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from transformers import BertForSequenceClassification
@@ -14,9 +15,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from pipetransformer.checkpoint import CHECKPOINTS, open_checkpoint
 from pipetransformer.hf import Trainer
-from tests.pipetransformer.hf.test_hf_trainer import made, rows
-from tests.pipetransformer.hf.test_same_run import SAVES, StopAt
-from tests.pool import Pool
+from tests.helpers.hf_runs import SAVES, StopAt, made, rows
+from tests.helpers.inspection import bridge_of
+from tests.helpers.pool import Pool
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -84,7 +85,7 @@ def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
 
 def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:
     with made(tmp_path, options=SAVES, callbacks=[StopAt(5)]) as trainer:
-        trainer._bridge.finish = lambda *given: None  # As if killed before.
+        bridge_of(trainer).finish = lambda *given: None  # As if killed before.
         trainer.train()
     with made(tmp_path, options=SAVES) as trainer:
         with pytest.raises(ValueError, match=r"already holds a run .*resume_from_checkpoint=True"):
@@ -110,7 +111,7 @@ def test_a_run_goes_on_from_what_a_command_line_says(
     asked = given if given.lower() == "true" else f"{tmp_path}/{given}"
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint=asked)
-        assert trainer.state.global_step == 8 and trainer._bridge.losses.num_steps == 3
+        assert trainer.state.global_step == 8 and bridge_of(trainer).losses.num_steps == 3
 
 
 def test_an_older_checkpoint_by_transformers_name_is_refused(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_an_older_checkpoint_by_transformers_name_is_refused(tmp_path: Path) -> 
 def test_false_as_a_word_begins_anew(tmp_path: Path) -> None:
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint="False")
-        assert trainer._bridge.losses.num_steps == 8
+        assert bridge_of(trainer).losses.num_steps == 8
 
 
 def test_a_checkpoint_that_a_kill_kept_from_its_publication_is_used(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_checkpoint_that_a_kill_kept_from_its_publication_is_used(tmp_path: Pa
     (directory / "latest").write_bytes(before)
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-6")
-        assert trainer._bridge.losses.num_steps == 2
+        assert bridge_of(trainer).losses.num_steps == 2
 
 
 def test_checkpoints_are_written_for_from_pretrained_and_found_by_scripts(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_checkpoints_are_written_for_from_pretrained_and_found_by_scripts(tmp_pa
     shutil.rmtree(found)
     with made(tmp_path, options=options, **given) as trainer:
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
-        assert trainer._bridge.losses.num_steps == 2
+        assert bridge_of(trainer).losses.num_steps == 2
 
 
 def test_copies_of_steps_that_a_run_went_back_behind_do_not_outlive_it(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_copies_of_steps_that_a_run_went_back_behind_do_not_outlive_it(tmp_path:
     options |= {"save_steps": 5, "save_total_limit": 1}
     with made(tmp_path, options=options, callbacks=[StopAt(5)], **given) as trainer:
         trainer.train(resume_from_checkpoint=True)
-        assert trainer._bridge.losses.num_steps == 1
+        assert bridge_of(trainer).losses.num_steps == 1
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-5")
     assert [one.name for one in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
 
@@ -212,3 +213,69 @@ def test_copies_of_checkpoints_that_nobody_saves_are_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="save_pretrained_checkpoints=True, but save_strategy"):
         with made(tmp_path, save_pretrained_checkpoints=True, train_dataset=rows(8)):
             pass
+
+
+# Steps that grow, so that the last evaluation is not the best.
+BEST: dict[str, Any] = {
+    "learning_rate": 10.0,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 12,
+    "num_train_epochs": 3,
+    "optim": "sgd",
+    "save_strategy": "epoch",
+    "load_best_model_at_end": True,
+}
+
+
+def train_and_look(folder: Path, batch_size: int) -> tuple[str | None, int | None, int]:
+    """Train, and return where the best model is said to be, its step and the last step."""
+    options = {**BEST, "per_device_train_batch_size": batch_size}
+    with made(folder, options=options) as trainer:
+        assert trainer.state.best_model_checkpoint is None
+        trainer.train()
+        state = trainer.state
+        if trainer.is_world_process_zero():
+            loaded = transformers.BertForSequenceClassification.from_pretrained(
+                state.best_model_checkpoint
+            )
+            own = trainer.model.state_dict()
+            for name, tensor in loaded.state_dict().items():
+                assert torch.equal(tensor, own[name]), name
+        return state.best_model_checkpoint, state.best_global_step, state.global_step
+
+
+def assert_is_the_best(folder: Path, best_step: int) -> None:
+    """Compare the folder's weights with those that were kept at the best evaluation."""
+    written = safetensors.torch.load_file(folder / "model.safetensors")
+    kept = safetensors.torch.load_file(folder / f"step-{best_step:08d}.safetensors")
+    assert written.keys() == kept.keys()
+    for name, tensor in kept.items():
+        assert torch.equal(written[name], tensor), name
+
+
+def test_the_best_model_checkpoint_holds_the_weights_of_the_best_evaluation(
+    tmp_path: Path,
+) -> None:
+    named, best_step, last_step = train_and_look(tmp_path, 8)
+    assert named == str(tmp_path / "best")
+    assert best_step is not None and best_step < last_step
+    assert_is_the_best(tmp_path / "best", best_step)
+
+
+def test_every_process_is_told_of_the_folder_that_one_writes(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    first, second = two_ranks.run(train_and_look, tmp_path, 4)
+    named, best_step, last_step = first
+    assert first == second and named == str(tmp_path / "best")
+    assert best_step is not None and best_step < last_step
+    assert_is_the_best(tmp_path / "best", best_step)
+
+
+@pytest.mark.parametrize("kind", [transformers.Trainer, Trainer])
+def test_a_run_that_keeps_no_best_model_names_none(tmp_path: Path, kind: Any) -> None:
+    options = {**BEST, "load_best_model_at_end": False, "save_strategy": "no"}
+    with made(tmp_path, kind=kind, options=options) as trainer:
+        trainer.train()
+        assert trainer.state.best_model_checkpoint is None
+    assert not (tmp_path / "best").exists()

@@ -11,30 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    EarlyStoppingCallback,
-    TrainerCallback,
-    ViTForImageClassification,
-    ViTImageProcessor,
-)
+from transformers import EarlyStoppingCallback, ViTForImageClassification, ViTImageProcessor
 
 from pipetransformer.hf import Trainer
 from pipetransformer.model import adapt
-from tests.adapted import hf_vit
-from tests.pipetransformer.hf.test_hf_trainer import accuracy, arguments, made, rows
-
-SAVES = {"save_strategy": "steps", "save_steps": 2, "warmup_steps": 0}
-
-
-class StopAt(TrainerCallback):  # type: ignore[misc]
-    """End the run after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
-        if state.global_step >= self.step:
-            control.should_training_stop = True
+from tests.helpers.adapted import hf_vit
+from tests.helpers.hf_runs import SAVES, StopAt, accuracy, arguments, made, rows
 
 
 def rates(trainer: Any) -> list[float]:

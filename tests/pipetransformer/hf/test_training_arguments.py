@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from pipetransformer.hf import Trainer
 from pipetransformer.hf.training_arguments import refuse_unknown
-from tests.pipetransformer.hf.test_hf_trainer import arguments, made
+from tests.helpers.hf_runs import arguments, made
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "from-transformers.md"
 NAMES = [field.name for field in fields(TrainingArguments)]

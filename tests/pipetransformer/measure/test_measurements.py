@@ -3,67 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.loss import choose_loss
 from autopipe.profile.profile import Profile
 from freeze import FreezeSchedule
-from pipetransformer import Trainer, adamw
-from pipetransformer.config import TrainConfig
+from pipetransformer import Trainer
 from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import measurements as measure_module
 from pipetransformer.measure.measurements import Measurements, measure
-from pipetransformer.model import OptimizerFactory, Task
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import Task
 from pipetransformer.processes.world import World, connect
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
-
-ALONE = World(0, 1, 1, torch.device("cpu"), None, owned=False)
-DATA = tiny_data()
-
-
-class Counter(nn.Module):
-    """Count forwards in a buffer, and draw random numbers."""
-
-    count: Tensor
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.ones(8, dtype=torch.float64), persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.count += 1
-        self.mean.mul_(0.9).add_(hidden.detach().mean(0))
-        return hidden + torch.rand_like(hidden)
-
-
-def make_task(
-    model: nn.Sequential | None = None,
-    *,
-    optimizer: OptimizerFactory | None = None,
-    **settings: Any,
-) -> Task:
-    """Make a task over a model, the tiny one by default."""
-    layered = adapt(model or tiny_model())
-    names = frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad)
-    loss_fn = choose_loss(nn.CrossEntropyLoss(), None, model="Sequential")
-    return Task(layered, loss_fn, optimizer or adamw(), TrainConfig(**settings), names)
-
-
-def read(ids: Tensor) -> Batch:
-    x, y = DATA.tensors
-    ids = ids % len(DATA)
-    return {"x": x[ids], "y": y[ids]}
+from tests.helpers.inspection import model_of, task_of
+from tests.helpers.models import Entries, tiny_model, tiny_trainer
+from tests.helpers.pool import Pool
+from tests.helpers.tasks import (
+    ALONE,
+    DATA,
+    assert_untouched,
+    disturbed_model,
+    make_task,
+    read,
+    snapshot,
+)
 
 
 def read_single(ids: Tensor) -> Batch:
@@ -71,45 +36,11 @@ def read_single(ids: Tensor) -> Batch:
     return {name: t.float() if t.is_floating_point() else t for name, t in read(ids).items()}
 
 
-def disturbed_model(*, writes: bool = True) -> nn.Sequential:
-    """Make a model with gradients, mixed modes, a frozen layer and, if it `writes`, a changing
-    buffer."""
-    between = Counter() if writes else nn.Dropout(0.5)
-    model = nn.Sequential(*tiny_model(dropout=0.5)[:3], between, *tiny_model()[3:])
-    model(DATA.tensors[0]).sum().backward()
-    model[1].requires_grad_(False)
-    model.get_parameter("2.inner.weight").grad = None
-    model[2].eval()
-    model.get_submodule("4.dropout").eval()
-    return model
-
-
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    """Copy everything that a measurement might change."""
-    named = dict(model.named_parameters())
-    return {
-        "parameters": {n: p.detach().clone() for n, p in named.items()},
-        "gradients": {n: p.grad.clone() for n, p in named.items() if p.grad is not None},
-        "buffers": {n: b.clone() for n, b in model.named_buffers()},
-        "random": {"torch": torch.get_rng_state()},
-        "flags": {n: m.training for n, m in model.named_modules()},
-        "needs": {n: p.requires_grad for n, p in named.items()},
-        "objects": {n: id(p) for n, p in named.items()},
-        "generators": (random.getstate(), pickle.dumps(np.random.get_state())),
-    }
-
-
 def test_measuring_leaves_model_and_random_numbers_as_they_were() -> None:
     model = disturbed_model()
     task, before = make_task(model), snapshot(model)
     measure(task, ALONE, read)
-    after = snapshot(model)
-    for kind in ("parameters", "gradients", "buffers", "random"):
-        assert after[kind].keys() == before[kind].keys() and before[kind]
-        for name, tensor in before[kind].items():
-            assert torch.equal(after[kind][name], tensor), (kind, name)
-    for kind in ("flags", "needs", "objects", "generators"):
-        assert after[kind] == before[kind], kind
+    assert_untouched(model, before)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -222,20 +153,14 @@ def test_all_ranks_get_the_same_figures_with_links_measured(two_ranks: Pool) -> 
 
 def measure_while_training() -> tuple[Measurements, list[str]]:
     """Measure anew in the middle of a run whose ranks each hold a half; list what that changed."""
-    with Trainer(
-        tiny_model(),
-        DATA,
-        loss_fn=nn.CrossEntropyLoss(),
-        freeze=FreezeSchedule([2]),
-        global_batch_size=8,
-        pipeline_length=2,
-        progress=False,
+    with tiny_trainer(
+        data=DATA, freeze=FreezeSchedule([2]), global_batch_size=8, pipeline_length=2
     ) as trainer:
         trainer.step()
-        model = trainer._task.model.model
+        model = model_of(trainer)
         before = {name: p for name, p in model.named_parameters() if not p.is_meta}
         values = {name: (p.detach().clone(), p.requires_grad) for name, p in before.items()}
-        measured = measure(trainer._task, trainer.world, read)
+        measured = measure(task_of(trainer), trainer.world, read)
         after = dict(model.named_parameters())
         changed = [
             name
@@ -284,3 +209,62 @@ def test_samples_to_measure_come_from_all_over_the_data_set(
     ) as trainer:
         trainer.begin()
     assert found == [[0.0, 10.0, 20.0, 30.0]]
+
+
+ROWS, WIDTH, TOKENS, BATCH = 20_000, 32, 6, 16
+
+
+def texts(num_samples: int = 32) -> Entries:
+    """Give every sample tokens of its own, as far as a batch goes."""
+    ids = torch.arange(num_samples * TOKENS).view(num_samples, TOKENS)
+    return Entries({"x": ids % ROWS, "y": torch.zeros(num_samples, dtype=torch.int64)})
+
+
+def text_model(rows: int = ROWS) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Embedding(rows, WIDTH), nn.Flatten()),
+        nn.Linear(TOKENS * WIDTH, 16),
+        nn.Linear(16, 3),
+    )
+
+
+def read_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: entry[ids] for name, entry in texts().tensors.items()}
+
+
+def measured(rows: int, frozen: bool = False) -> list[tuple[int, float]]:
+    model = text_model(rows)
+    model[0].requires_grad_(not frozen)
+    task = make_task(model, global_batch_size=BATCH)
+    profile = measure(task, connect("cpu", timeout_s=30.0), read_ids).profile
+    return [(cost.gradient_bytes, cost.untouched_bytes) for cost in profile.sublayers]
+
+
+def test_as_many_rows_are_summed_as_a_batch_has_tokens(two_ranks: Pool) -> None:
+    for embedding, *others in two_ranks.run(measured, ROWS):
+        assert embedding == (4 * WIDTH * ROWS, 4 * WIDTH * (ROWS - BATCH * TOKENS))
+        assert {untouched for _, untouched in others} == {0.0}
+
+
+@pytest.mark.parametrize(("rows", "frozen"), [(1000, False), (ROWS, True)])
+def test_a_small_embedding_is_summed_whole_and_a_frozen_one_not_at_all(
+    two_ranks: Pool, rows: int, frozen: bool
+) -> None:
+    for embedding, *_ in two_ranks.run(measured, rows, frozen):
+        assert embedding == (0 if frozen else 4 * WIDTH * rows, 0.0)
+
+
+def test_alone_nothing_is_summed_and_nothing_counted() -> None:
+    assert {untouched for _, untouched in measured(ROWS)} == {0.0}
+
+
+def test_hooks_are_gone_afterwards(two_ranks: Pool) -> None:
+    assert two_ranks.run(hooks_left) == [0, 0]
+
+
+def hooks_left() -> int:
+    model: Any = text_model()
+    task = make_task(model, global_batch_size=BATCH)
+    measure(task, connect("cpu", timeout_s=30.0), read_ids)
+    return sum(len(module._forward_pre_hooks) for module in model.modules())

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from autocache import PrefixCache, RowContent, RowLayout, RowStore
-from autopipe.profile.profile import MeasuredChain, SublayerCost
+from autopipe.profile.chain import MeasuredChain
+from autopipe.profile.profile import SublayerCost
 from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import link_times, reading_times
 from pipetransformer.measure import sublayer_times as compute_module

@@ -1,10 +1,12 @@
-"""Prove that a model which does not fit a device is measured in parts, to the same bytes."""
+"""Prove that a model is measured in parts, to the same bytes, and equal sublayers once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,23 +14,21 @@ import torch
 from torch import nn
 
 from freeze import FreezeSchedule
-from pipetransformer import Trainer
 from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import kinds, measurements
-from pipetransformer.measure import stretches as measure_spans
+from pipetransformer.measure import kinds as kinds_module
+from pipetransformer.measure import measurements as measure_module
+from pipetransformer.measure import spans as measure_spans
+from pipetransformer.measure.kinds import Choice, few_of, kinds_of
 from pipetransformer.measure.measurements import measure
-from pipetransformer.measure.stretches import Need, cut_spans, forward, run_spans, sublayer_needs
+from pipetransformer.measure.spans import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.model import Task
 from pipetransformer.processes.world import connect
-from tests.models import tiny_data, tiny_model
-from tests.pipetransformer.measure.test_measurements import (
-    ALONE,
-    disturbed_model,
-    make_task,
-    read,
-    snapshot,
-)
-from tests.pool import Pool
+from tests.helpers.costs import sublayer
+from tests.helpers.inspection import deployment_of, layered_of
+from tests.helpers.models import Block, tiny_trainer
+from tests.helpers.pool import Pool
+from tests.helpers.tasks import ALONE, assert_untouched, disturbed_model, make_task, read, snapshot
 
 CPU = torch.device("cpu")
 
@@ -127,12 +127,7 @@ def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
     with spans_noted() as noted:
         measure(task, ALONE, read)
     assert {len(span) for span in noted} == {1}
-    after = snapshot(model)
-    for kind in ("parameters", "gradients", "buffers", "random"):
-        for name, tensor in before[kind].items():
-            assert torch.equal(after[kind][name], tensor), (kind, name)
-    for kind in ("flags", "needs", "objects", "generators"):
-        assert after[kind] == before[kind], kind
+    assert_untouched(model, before)
 
 
 def spans_of_two_ranks(batch_size: int) -> set[tuple[int, ...]]:
@@ -157,27 +152,96 @@ def test_a_size_beyond_a_rank_s_share_is_measured_over_half_of_the_layers(two_ra
 def present_while_measuring() -> tuple[list[int], int]:
     """Measure anew in the middle of a run; list how many foreign sublayers were there at once."""
     # Three of six sublayers fit, also in a transition; all six do not.
-    with Trainer(
-        tiny_model(),
-        tiny_data(),
-        loss_fn=nn.CrossEntropyLoss(),
+    with tiny_trainer(
         freeze=FreezeSchedule([0]),
         global_batch_size=8,
         pipeline_length=2,
         micro_batches=8,
         memory_limit_bytes=32_500,
-        progress=False,
     ) as trainer:
         trainer.step()
-        model = trainer._task.model
+        model = layered_of(trainer)
         own = {i for i in range(6) if not any(t.is_meta for t in model.tensors(i).values())}
         with spans_noted() as noted:
             trainer.measure()
         trainer.step()
-        return [len({*span} - own) for span in noted], trainer._deployment.held_bytes()
+        return [len({*span} - own) for span in noted], deployment_of(trainer).held_bytes()
 
 
 def test_measuring_anew_leaves_room_for_what_is_trained(two_ranks: Pool) -> None:
     for foreign, held_bytes in two_ranks.run(present_while_measuring):
         assert held_bytes > 10_000
         assert max(foreign) < 3  # The other rank has three.
+
+
+def row(output_bytes: float = 8.0, saved_bytes: float = 64.0) -> dict[str, Any]:
+    return {"output_bytes": output_bytes, "saved_bytes": saved_bytes}
+
+
+def test_a_kind_is_a_look_of_modules_tensors_and_activations() -> None:
+    fixed, other_eps, wide = Block(8, 0.0), Block(8, 0.0), Block(16, 0.0)
+    fixed.inner.weight.requires_grad_(False)
+    other_eps.norm.eps = 1e-3
+    blocks = [Block(8, 0.0), Block(8, 0.0), fixed, other_eps, wide, Block(8, 0.1), Block(8, 0.0)]
+    rows = [row() for _ in blocks]
+    # The first takes the data set's entries, whatever they are.
+    assert kinds_of(blocks, rows) == [0, 1, 2, 3, 4, 5, 1]
+    # One that gives more than the others, and one that takes what it gave.
+    rows[1] = row(output_bytes=16.0)
+    assert kinds_of([blocks[0]] * 4, [row(), rows[1], row(), row()]) == [0, 1, 2, 3]
+    assert kinds_of([blocks[0]] * 3, [row(), row(), row(saved_bytes=1.0)]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chosen"),
+    [
+        # Embedding, twelve attentions and MLPs in turn, a head.
+        ([0, *[1, 2] * 12, 3], (0, 1, 2, 3, 4, 25)),
+        ([0, 1, 1, 1, 1, 2], (0, 1, 2, 5)),
+        ([0, 1, 2, 3], (0, 1, 2, 3)),
+        ([0], (0,)),
+        # What stands above the fourth kind takes what only that gives.
+        ([0, 1, 1, 1, 4, 1, 1, 1, 2, 3], (0, 1, 2, 4, 5, 6, 7, 8, 9)),
+    ],
+    ids=str,
+)
+def test_some_of_each_kind_make_a_chain(kinds: list[int], chosen: tuple[int, ...]) -> None:
+    found = few_of(kinds, most=2)
+    assert {kinds[index] for index in found} == set(kinds)
+    for below, above in zip(found, found[1:], strict=False):
+        assert kinds[below] == kinds[above - 1]
+    assert found == chosen
+
+
+def test_all_of_a_kind_get_the_median_of_those_measured_and_keep_their_own_bytes() -> None:
+    everyone = [sublayer(layer, parameter_bytes=100 + layer) for layer in range(5)]
+    chosen = (0, 1, 2, 4)
+    measured = [
+        sublayer(index, forward_s=s, spread=(1 - s / 20, 1.0 + s))
+        for index, s in zip(chosen, (9, 1, 3, 7), strict=True)
+    ]
+    whole = Choice(everyone, [0, 1, 1, 1, 2], chosen).given_to_all(measured)
+    assert [cost.forward_s for cost in whole] == [(9.0,), (2.0,), (2.0,), (2.0,), (7.0,)]
+    assert [cost.spread[1] for cost in whole] == [10.0, 3.0, 3.0, 3.0, 8.0]
+    assert [cost.name for cost in whole] == [cost.name for cost in everyone]
+    assert [cost.parameter_bytes for cost in whole] == [100, 101, 102, 103, 104]
+
+
+def test_a_slow_model_is_measured_by_some_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(global_batch_size=8)
+    # However slow the machine is, no size is left out: a scalar's bytes are then as many a sample.
+    monkeypatch.setattr(measure_module, "_BUDGET_S", 60.0)
+    whole = measure(task, ALONE, read).profile
+    monkeypatch.setattr(kinds_module, "_WHOLE_S", 0.0)
+    before = {name: t.clone() for name, t in task.model.model.state_dict().items()}
+    with spans_noted() as noted:
+        found = measure(task, ALONE, read).profile
+    assert (0, 1, 2, 5) in noted
+    assert all(torch.equal(t, before[n]) for n, t in task.model.model.state_dict().items())
+    blocks = found.sublayers[1:5]
+    assert len({(cost.forward_s, cost.backward_s, cost.frozen_s) for cost in blocks}) == 1
+    times = ("forward_s", "input_backward_s", "weight_backward_s", "frozen_s")
+    for mine, theirs in zip(found.sublayers, whole.sublayers, strict=True):
+        untimed = {name: getattr(theirs, name) for name in times}
+        assert replace(mine, **untimed) == theirs
+    assert isinstance(task.model.model, nn.Sequential)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, BertModel
 
 from pipetransformer.model.registry import adapt
-from tests.adapted import MODELS, answerer, batch_for, classifier, own_forward, timm_vit
+from tests.helpers.adapted import MODELS, answerer, batch_for, classifier, own_forward, timm_vit
 
 
 @pytest.fixture(params=MODELS)

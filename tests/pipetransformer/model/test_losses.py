@@ -14,7 +14,7 @@ from autopipe.loss import Loss, LossFunction, choose_loss, smooth_labels
 from pipetransformer.model.layered_model import LayeredModel
 from pipetransformer.model.registry import adapt
 from pipetransformer.model.transformers_texts import span_loss
-from tests.adapted import (
+from tests.helpers.adapted import (
     LENGTH,
     MODELS,
     NUM_SAMPLES,

@@ -20,11 +20,11 @@ from transformers import (
 
 from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import FreezeSchedule, Trainer
-from tests.adapted import answerer, classifier, hf_vit, text_model, timm_vit
-from tests.marks import slow
-from tests.measured import measuring, once
-from tests.models import Entries
-from tests.pool import Pool
+from tests.helpers.adapted import answerer, classifier, hf_vit, text_model, timm_vit
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, once
+from tests.helpers.models import Entries
+from tests.helpers.pool import Pool
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 10, 4, 3
 TEXT_MODELS = {

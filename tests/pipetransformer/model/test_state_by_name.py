@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from pipetransformer import adamw
 from pipetransformer.model import OptimizerFactory, put_state, take_state
@@ -167,3 +168,34 @@ def test_adamw_decays_matrices_alone_and_makes_no_empty_group(
     assert [group["weight_decay"] for group in groups] == decays
     assert all(group["lr"] == 0.5 and group["betas"] == (0.8, 0.9) for group in groups)
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for _, p in named}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "step_device"),
+    [
+        (AdamW, {"fused": True}, "cuda"),
+        (Adam, {"fused": True, "amsgrad": True}, "cuda"),
+        (AdamW, {"capturable": True}, "cuda"),
+        (AdamW, {}, "cpu"),
+        (SGD, {"momentum": 0.9}, ""),
+    ],
+)
+def test_a_step_count_returns_to_where_the_optimizer_reads_it(
+    kind: Any, settings: dict[str, bool], step_device: str
+) -> None:
+    # Optimizer state of frozen layers waits in host memory, and a checkpoint is read there. The
+    # default optimizer, whose fused kernel reads the step count on the GPU, failed after a thaw.
+    with FakeTensorMode():
+        named = {"weight": nn.Parameter(torch.empty(4, 3, device="cuda"))}
+        first = kind(named.values(), **settings)
+        named["weight"].grad = torch.empty(4, 3, device="cuda")
+        first.step()
+        expected = {key: value.device for key, value in take_state(first, named).items()}
+        assert not step_device or expected["weight/step"].type == step_device
+        parked = {key: value.cpu() for key, value in take_state(first, named).items()}
+
+        again = kind(named.values(), **settings)
+        put_state(again, named, parked)
+        for key, value in take_state(again, named).items():
+            assert value.device == expected[key], key
+        again.step()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pipetransformer import adamw
 from pipetransformer.checks import try_optimizer
 from pipetransformer.model import NamedParameters, OptimizerFactory, OptimizerTraits
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 
 CPU = torch.device("cpu")
 

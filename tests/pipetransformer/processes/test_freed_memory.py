@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipetransformer.processes import give_back_freed_memory, keep_freed_memory
-from tests.pool import another_process
+from tests.helpers.pool import another_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
 

@@ -24,7 +24,7 @@ from pipetransformer import launch as start
 from pipetransformer.errors import WorkerFailedError
 from pipetransformer.processes.launcher import _end, _first_cause
 from pipetransformer.processes.world import STORE_VARIABLE, connect
-from tests.marks import slow
+from tests.helpers.marks import slow
 
 VARIABLES = (
     "RANK",
@@ -55,7 +55,7 @@ def note_place(folder: str) -> None:
     Path(folder, f"rank{world.rank}.json").write_text(json.dumps(found))
 
 
-# A spawned world that fails has one test below, and one that is interrupted another.
+# A spawned world that fails has a test below.
 @pytest.fixture(scope="module", params=[slow("spawn"), "forkserver"])
 def places(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -376,7 +376,10 @@ def wait_for_ctrl_c() -> None:
         raise
 
 
-def test_ctrl_c_ends_all_ranks_and_says_last_what_rank_0_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", [slow("spawn"), "forkserver"])
+def test_ctrl_c_ends_all_ranks_and_says_last_what_rank_0_said(
+    tmp_path: Path, start_method: str
+) -> None:
     program = (
         "import os, signal\n"
         "from pipetransformer import launch\n"
@@ -384,7 +387,7 @@ def test_ctrl_c_ends_all_ranks_and_says_last_what_rank_0_said(tmp_path: Path) ->
         "if __name__ == '__main__':\n"
         # A job in the background starts without it.
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "    launch(wait_for_ctrl_c, num_slots=2)\n"
+        f"    launch(wait_for_ctrl_c, num_slots=2, start_method={start_method!r})\n"
     )
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

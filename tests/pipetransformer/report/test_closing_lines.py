@@ -12,8 +12,8 @@ from torch import nn
 
 from pipetransformer import FreezeDecision, FreezeSchedule, Trainer
 from pipetransformer.report import RECORDS_FILE, read_records
-from tests.models import NUM_SAMPLES, tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model
+from tests.helpers.pool import Pool
 
 
 def train(freeze: Any, folder: Path | None = None, **settings: Any) -> Any:
@@ -115,3 +115,19 @@ def test_a_policy_that_froze_nothing_says_what_it_saw(
 def test_others_say_nothing_of_it(capsys: pytest.CaptureFixture[str], freeze: Any) -> None:
     train(freeze)
     assert "nothing was frozen" not in "".join(capsys.readouterr())
+
+
+def test_the_bar_ends_with_the_accuracy_of_the_last_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Trainer(
+        tiny_model(),
+        tiny_data(),
+        eval_dataset=tiny_data(),
+        loss_fn=nn.CrossEntropyLoss(),
+        epochs=2,
+        global_batch_size=6,
+    ) as trainer:
+        report = trainer.fit()
+    shown = re.findall(r"acc=([^,]+),", capsys.readouterr().err)
+    assert shown[-1] == f"{report.metrics['accuracy']:.3f}"

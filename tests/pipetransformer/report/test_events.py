@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from freeze import FreezeSchedule
 from pipetransformer import (
@@ -24,8 +24,8 @@ from pipetransformer import (
     TensorBoard,
     Trainer,
 )
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.pool import Pool
 
 
 class Diary(Callback):
@@ -198,13 +198,19 @@ def trained() -> Any:
         return {name: t.clone() for name, t in trainer.state_dict().items()}
 
 
+@pytest.fixture(scope="module")
+def whole(two_ranks: Pool) -> dict[str, Tensor]:
+    """Return the weights of a run that nothing stops."""
+    weights: dict[str, Tensor] = two_ranks.run(trained)[0]
+    return weights
+
+
 @pytest.mark.parametrize(
     ("event", "at_step"), [("on_step_end", 2), ("on_evaluate", 3), ("on_transition", 3)]
 )
 def test_stop_on_one_rank_ends_all_after_the_step_and_a_resume_goes_on(
-    two_ranks: Pool, tmp_path: Path, event: str, at_step: int
+    two_ranks: Pool, tmp_path: Path, whole: dict[str, Tensor], event: str, at_step: int
 ) -> None:
-    whole = two_ranks.run(trained)[0]
     # A transition belongs to the step that it comes before.
     last = at_step + (event == "on_transition")
     for rank, found in enumerate(two_ranks.run(stopped, event, 1, at_step, tmp_path)):

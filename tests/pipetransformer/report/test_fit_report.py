@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pipetransformer import FitReport, FreezeSchedule, Trainer
-from pipetransformer.report import RECORDS_FILE, read_records
-from tests.measured import measuring, never
-from tests.models import NUM_SAMPLES, tiny_data, tiny_model
-from tests.pool import Pool
+from experiments.finetune.finished_run import learning_of
+from freeze import FreezeContext, FreezeSchedule, Linear
+from pipetransformer import FitReport, Trainer
+from pipetransformer.report import RECORDS_FILE, latest_branch, read_records
+from pipetransformer.report.pictures import total_breakdown
+from tests.helpers.measured import measuring, never
+from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model, tiny_trainer
+from tests.helpers.pool import Pool
 
 EPOCHS = 3
 
@@ -124,3 +127,61 @@ def test_a_report_tells_the_last_epoch_s_loss_and_the_last_step_s_pipeline(
     *_, epoch = [r for r in read_records(tmp_path / RECORDS_FILE) if r["kind"] == "epoch"]
     assert first.training_loss == epoch["loss"]
     assert (first.frozen, first.length, first.replicas) == (2, 2, 1)
+
+
+def train_watched(folder: Path, num_steps: int | None = None, **settings: Any) -> float:
+    """Train to the end, or so many steps and then stop without it; return the report's seconds."""
+    usual: dict[str, Any] = {
+        "freeze": Linear(),
+        "signals": ["probe_cka"],
+        "freeze_interval_steps": 3,
+        "global_batch_size": 6,
+    }
+    with tiny_trainer(eval_dataset=tiny_data(), folder=folder, **{**usual, **settings}) as trainer:
+        if num_steps is None:
+            return trainer.fit().seconds
+        for _ in range(num_steps):
+            trainer.step()
+        return trainer.report.seconds
+
+
+def assert_all_are(seconds: float, folder: Path) -> list[dict[str, Any]]:
+    """Hold the sums of the records against a report's seconds; return the epochs' records."""
+    records = latest_branch(read_records(folder / "records.jsonl"))
+    assert sum(total_breakdown(records).values()) == pytest.approx(seconds, rel=1e-6)
+    *_, (learned_s, _) = learning_of(records, "accuracy")
+    assert learned_s == pytest.approx(seconds, rel=1e-6)
+    return [one for one in records if one["kind"] == "epoch"]
+
+
+def test_a_run_that_ends_within_an_epoch_and_looks_at_layers_is_counted_whole(
+    tmp_path: Path,
+) -> None:
+    whole, part = assert_all_are(train_watched(tmp_path, max_steps=6, epochs=3), tmp_path)
+    assert (whole["epoch"], part["epoch"]) == (1, 2)
+    assert part["partial"] and "partial" not in whole
+
+
+def test_what_a_kill_has_discarded_is_counted_nowhere(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"epochs": 3, "checkpoint_every_steps": 5}
+    train_watched(tmp_path, num_steps=8, **settings)
+    epochs = assert_all_are(train_watched(tmp_path, resume="auto", **settings), tmp_path)
+    assert [one["epoch"] for one in epochs] == [1, 2, 3]
+
+
+def test_what_a_run_that_froze_nothing_took_to_decide_is_no_transition(tmp_path: Path) -> None:
+    # Half of it was shown as transitions: what looking at the probe took, and deciding to go on.
+    def never(context: FreezeContext) -> int:
+        return 0
+
+    epochs = assert_all_are(train_watched(tmp_path, freeze=never, epochs=3), tmp_path)
+    assert all(one["breakdown"]["transition"] == 0.0 for one in epochs)
+    assert all(one["breakdown"]["deciding"] > 0.0 for one in epochs)
+
+
+def test_a_transition_is_what_was_carried_out(tmp_path: Path) -> None:
+    train_watched(tmp_path, freeze=FreezeSchedule([0, 2]), epochs=3, freeze_interval_steps=None)
+    records = read_records(tmp_path / "records.jsonl")
+    seconds = [one["seconds"] for one in records if one["kind"] == "transition" and one["step"]]
+    assert len(seconds) == 1
+    assert total_breakdown(records)["transition"] == pytest.approx(seconds[0])

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.report.progress import Progress
-from tests.models import tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.models import tiny_data, tiny_model
+from tests.helpers.pool import Pool
 
 
 def make_trainer(**settings: Any) -> Trainer:

@@ -1,6 +1,6 @@
 """Prove that a step on a run's only GPU never waits for it, and trains as a CPU's does.
 
-The GPU is a stand-in: see tests/stand_in_gpu.py.
+The GPU is a stand-in: see tests/helpers/stand_in_gpu.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopipe.engine.executor import StageRun
 from pipetransformer import Callback, NonFiniteError, Trainer, adamw, named_optimizer
 from pipetransformer.stage.device_end import DeviceEnd
-from tests.stand_in_gpu import StandInGpu, put_on_gpu, stand_in_gpu
+from tests.helpers.stand_in_gpu import StandInGpu, put_on_gpu, stand_in_gpu
 
 _NUM, _BATCH, _CLASSES = 64, 16, 3
 

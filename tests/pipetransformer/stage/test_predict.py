@@ -20,9 +20,9 @@ from pipetransformer import (
     Sublayer,
     Trainer,
 )
-from tests.adapted import answerer
-from tests.models import Entries, tiny_data, tiny_model
-from tests.pool import Pool
+from tests.helpers.adapted import answerer
+from tests.helpers.models import Entries, tiny_data, tiny_model, tiny_trainer
+from tests.helpers.pool import Pool
 
 NUM_ROWS = 23
 """Neither the replicas nor the rounds divide it."""
@@ -112,7 +112,22 @@ def pools(request: pytest.FixtureRequest, num_ranks: int) -> Callable[..., list[
     return pool.run
 
 
+_PREDICTED: dict[tuple[int, int, str], list[PredictionOutput]] = {}
+
+
+def found_by(
+    request: pytest.FixtureRequest, length: int, replicas: int, case: str
+) -> list[PredictionOutput]:
+    """Return what each rank predicts; each case is predicted once, and nobody may change it."""
+    key = (length, replicas, case)
+    if key not in _PREDICTED:
+        _PREDICTED[key] = pools(request, length * replicas)(predicted, length, case)
+    return _PREDICTED[key]
+
+
 SHAPES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2)}
+
+
 shapes = pytest.mark.parametrize(
     ("length", "replicas"),
     [
@@ -129,7 +144,7 @@ def test_predictions_equal_a_plain_forward_on_every_rank(
     model, (x, y) = tiny_model().eval(), tiny_data(num_samples=NUM_ROWS).tensors
     with torch.no_grad():
         expected = model(x)
-    for found in pools(request, length * replicas)(predicted, length, "tiny"):
+    for found in found_by(request, length, replicas, "tiny"):
         assert found.predictions.dtype == np.float32
         # float64 rounded to float32.
         np.testing.assert_allclose(found.predictions, expected.numpy(), rtol=1e-6, atol=1e-7)
@@ -150,7 +165,7 @@ def test_several_targets_come_in_the_model_s_order(
     with torch.no_grad():
         output = model(rows.tensors["input_ids"])
         expected = torch.stack([output.start_logits, output.end_logits], dim=-1)
-    for found in pools(request, length * replicas)(predicted, length, "answerer"):
+    for found in found_by(request, length, replicas, "answerer"):
         np.testing.assert_allclose(found.predictions, expected.numpy(), rtol=1e-5, atol=1e-6)
         starts, ends = found.label_ids
         np.testing.assert_array_equal(starts, rows.tensors["start_positions"].numpy())
@@ -185,9 +200,10 @@ def test_rows_without_labels_have_predictions_alone(
     request: pytest.FixtureRequest, length: int, replicas: int, case: str
 ) -> None:
     labelled = "answerer" if case.startswith("answerer") else "tiny"
-    run = pools(request, length * replicas)
     for found, other in zip(
-        run(predicted, length, case), run(predicted, length, labelled), strict=True
+        found_by(request, length, replicas, case),
+        found_by(request, length, replicas, labelled),
+        strict=True,
     ):
         assert (found.label_ids, found.metrics) == (None, {})
         np.testing.assert_array_equal(found.predictions, other.predictions)
@@ -305,7 +321,9 @@ def test_what_is_kept_of_outputs_may_be_less(
 ) -> None:
     run = pools(request, length * replicas)
     for found, whole in zip(
-        run(reduced, length, likeliest), run(predicted, length, "tiny"), strict=True
+        run(reduced, length, likeliest),
+        found_by(request, length, replicas, "tiny"),
+        strict=True,
     ):
         np.testing.assert_array_equal(found.predictions, whole.predictions.argmax(-1))
         np.testing.assert_array_equal(found.label_ids, whole.label_ids)
@@ -329,3 +347,20 @@ def test_what_is_kept_of_outputs_may_be_less(
 )
 def test_what_is_kept_must_be_a_row_for_each_sample(function: Any, message: str) -> None:
     assert re.match(message, reduced(1, function))
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    """Return what torch's users would."""
+    return (output.argmax(1) == target).double().mean()
+
+
+@pytest.mark.parametrize(
+    ("metric", "what"),
+    [(mean, "Tensor"), (lambda output, target: 0.5, "float"), (lambda *_: (1, 2, 3), "tuple")],
+    ids=["tensor", "number", "three"],
+)
+def test_a_metric_without_sum_and_count_is_named(metric: Callable[..., Any], what: str) -> None:
+    with tiny_trainer(metrics={"acc": metric}) as trainer:
+        wanted = rf"metric 'acc' returned a {what}; return \(sum, count\) of the batch"
+        with pytest.raises(TypeError, match=wanted):
+            trainer.evaluate(tiny_data())

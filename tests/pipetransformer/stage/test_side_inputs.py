@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
-from pipetransformer.stage.side_inputs import SideReceiver, SideSender
-from tests.pool import Pool
+from pipetransformer.stage.wiring import SideReceiver, SideSender
+from tests.helpers.pool import Pool
 
 Batch = dict[str, Tensor]
 

@@ -1,0 +1,419 @@
+"""Stand in for a GPU on a machine without one: count what would wait for it, and what it is given.
+
+A tensor "on the GPU" is a wrapper around one in host memory, which says that its device is cuda:0.
+Operations on it run on the host, at once, and are counted. Whatever would make a program wait for
+a real GPU (a value read, an unpinned or blocking copy to the host) is counted as a wait, with the
+line of ours that asked for it. Streams and events have no effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA = torch.device("cuda", 0)
+
+
+_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item", "masked_select"}
+"""Operations whose result the host needs before it can go on."""
+
+
+_FREE = {"detach", "view", "t", "transpose", "split", "split_with_sizes", "slice", "select",
+         "unsqueeze", "squeeze", "expand", "permute", "as_strided", "_unsafe_view", "alias",
+         "narrow", "unbind", "empty", "empty_like", "empty_strided", "new_empty",
+         "_reshape_alias", "lift_fresh", "diagonal", "unfold"}  # fmt: skip
+"""Operations that launch nothing: they make views, or reserve memory."""
+
+
+class StandInGpu:
+    """Count what a GPU would have been given.
+
+    Attributes:
+        launches: operations that would launch something, by name, since `reset`.
+        waits: operations for which the main thread would wait for the GPU, with the line that
+            asked, since `reset`.
+    """
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def reset(self) -> None:
+        self.launches.clear()
+        self.waits.clear()
+
+    def note_wait(self, what: str) -> None:
+        """Count a wait of the main thread, under the last lines of ours that led to it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        frames = [
+            f"{frame.filename.rpartition('/main/')[2]}:{frame.lineno}"
+            for frame in traceback.extract_stack()
+            if "/site-packages/" not in frame.filename and __file__ != frame.filename
+        ]
+        self.waits[f"{what} at {' <- '.join(reversed(frames[-3:]))}"] += 1
+
+
+class OnGpu(Tensor):
+    """Wrap a host's tensor as one on the GPU."""
+
+    gpu: ClassVar[StandInGpu]
+    __slots__ = ("host", "is_away")  # Not among what is noted on a tensor, which others copy.
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> OnGpu:
+        wrapper: OnGpu = Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device="cpu",
+        )
+        return wrapper
+
+    def __init__(self, host: Tensor) -> None:
+        self.host, self.is_away = host, False
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu") if self.is_away else CUDA
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return OnGpu(self.host)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # One that leaves the GPU stays what it is, and says that it is on the host.
+        self.is_away = not isinstance(value, OnGpu)
+        self.host = _host(value)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        """Have nothing to note."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnGpu({tuple(self.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # `_Functions` sees them all.
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _ToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        host: Tensor = tensor.host.clone()
+        return host
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return OnGpu(gradient)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the host's tensors, and wrap what it returns."""
+    name, gpu = func.overloadpacket.__name__, OnGpu.gpu
+    if name in _READS:
+        gpu.note_wait(name)
+    if name not in _FREE:
+        gpu.launches[name] += 1
+    if name not in ("copy_", "_to_copy") and any(_waits_for(one, name) for one in args):
+        gpu.note_wait(f"{name} with a tensor of the host")
+    own = {k: torch.device("cpu") if k == "device" else _host(v) for k, v in kwargs.items()}
+    own.pop("pin_memory", None)
+    result = func(*_host(args), **own)
+    if func._schema.is_mutable and (kept := _written_into(func, args, kwargs, result)) is not None:
+        return kept[0]
+    if name == "_local_scalar_dense":
+        return result
+    return _wrapped(result)
+
+
+def _written_into(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any] | None:
+    """Return what an operation that writes returns, if that is not a tensor of its own."""
+    name, into = func.overloadpacket.__name__, args[0] if args else None
+    if name == "copy_":
+        is_late = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
+        if isinstance(args[1], OnGpu) and not isinstance(into, OnGpu):
+            if not is_late:
+                OnGpu.gpu.note_wait(name)
+            return (into,)
+        if isinstance(into, OnGpu) and not isinstance(args[1], OnGpu):
+            _note_upload(args[1], is_late)
+    # As it was given: autograd knows a tensor by its wrapper.
+    if not func._schema.returns:
+        return (None,)
+    is_given = isinstance(into, Tensor) and isinstance(result, Tensor) and result is _host(into)
+    return (into,) if is_given else None
+
+
+def _waits_for(argument: Any, name: str) -> bool:
+    """Tell whether an argument would be copied to the GPU first: an index, a number of `where`."""
+    if isinstance(argument, (list, tuple)):
+        return any(_waits_for(one, name) for one in argument)
+    on_host = isinstance(argument, Tensor) and not isinstance(argument, OnGpu)
+    return on_host and (argument.ndim > 0 or name == "where")
+
+
+# An operation's arguments and results are tensors, and lists and tuples of them. Torch's own
+# `tree_map` knows more, and takes longer than all operations.
+def _host(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_host(one) for one in value])
+    return value.host if isinstance(value, OnGpu) else value
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_wrapped(one) for one in value])
+    return OnGpu(value) if isinstance(value, Tensor) and not isinstance(value, OnGpu) else value
+
+
+def _note_upload(source: Tensor, is_late: Any) -> None:
+    """Count a copy from the host, which waits unless it is pinned and asked not to."""
+    if not is_late or not _is_pinned(source):
+        OnGpu.gpu.note_wait("upload")
+
+
+class _Operations(TorchDispatchMode):
+    """Have what is made on the GPU, or moved there, wrapped."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        to_gpu = device is not None and torch.device(device).type == "cuda"
+        if to_gpu and func.overloadpacket.__name__ == "_to_copy":
+            if not isinstance(args[0], OnGpu):
+                _note_upload(args[0], kwargs.get("non_blocking"))
+        if to_gpu or any(issubclass(kind, OnGpu) for kind in types):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_PINNED = "_stand_in_pinned"
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    # Of the memory: views of another dtype know no base.
+    return getattr(tensor.untyped_storage(), _PINNED, False)
+
+
+class _Functions(TorchFunctionMode):
+    """Answer what torch asks the real device for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if name == "is_pinned" and isinstance(first, Tensor):
+            return _is_pinned(first)
+        if name == "pin_memory" and isinstance(first, Tensor):
+            pinned = first.clone()
+            setattr(pinned.untyped_storage(), _PINNED, True)
+            return pinned
+        if name in ("to", "cpu") and isinstance(first, OnGpu):
+            wanted = "cpu" if name == "cpu" else _device_of(args[1:], kwargs)
+            if first.is_away and wanted == CUDA:
+                OnGpu.gpu.note_wait("upload")
+                return OnGpu(first.host)
+            if wanted is not None and torch.device(wanted).type == "cpu":
+                if not kwargs.get("non_blocking") and not first.is_away:
+                    OnGpu.gpu.note_wait("copy to the host")
+                dtypes = [one for one in (*args[1:], *kwargs.values()) if _is_dtype(one)]
+                host: Tensor = _ToHost.apply(first)
+                return host.to(dtypes[0]) if dtypes else host
+        if name == "tolist" and isinstance(first, OnGpu):
+            OnGpu.gpu.note_wait(name)
+            return first.host.tolist()
+        pins = kwargs.pop("pin_memory", False)
+        result = func(*args, **kwargs)
+        if pins and isinstance(result, Tensor):
+            setattr(result.untyped_storage(), _PINNED, True)
+        return result
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _device_of(args: Any, kwargs: Any) -> Any:
+    given = (*args, kwargs.get("device"))
+    return next((one for one in given if isinstance(one, (str, torch.device))), None)
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = CUDA
+
+    def wait_stream(self, other: Any) -> None:
+        """Have nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Have nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        OnGpu.gpu.note_wait("stream")
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.num_recorded = 0
+
+    def record(self, stream: Any = None) -> None:
+        self.num_recorded += 1
+
+    def wait(self, stream: Any = None) -> None:
+        """Have nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for what was recorded, and not for all that the GPU was given."""
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+_FREE_BYTES = 8 << 30
+
+
+def put_on_gpu(model: torch.nn.Module) -> None:
+    """Give a model parameters and buffers there; within `stand_in_gpu`."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                moved = torch.nn.Parameter(parameter.detach().to(CUDA), parameter.requires_grad)
+                module._parameters[name] = moved
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(CUDA)
+
+
+@contextlib.contextmanager
+def stand_in_gpu() -> Iterator[StandInGpu]:
+    """Have torch see one GPU meanwhile."""
+    gpu = OnGpu.gpu = StandInGpu()
+    stream = _Stream()
+
+    def synchronize(device: Any = None) -> None:
+        gpu.note_wait("device")
+
+    def stream_of(device: Any = None) -> _Stream:
+        return stream
+
+    changes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "mem_get_info": lambda device=None: (_FREE_BYTES, _FREE_BYTES),
+        "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "is_tf32_supported": lambda: True,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "stand-in",
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+        "default_generators": (torch.Generator(),),
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": lambda one: contextlib.nullcontext(),
+        "device": lambda one: contextlib.nullcontext(),
+        "synchronize": synchronize,
+    }
+    submit = ThreadPoolExecutor.submit
+
+    def submit_there(self: Any, work: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Have a thread's work see the GPU, too: torch's modes are a thread's own."""
+
+        def wrapped() -> Any:
+            with _Functions(), _Operations():
+                return work(*args, **kwargs)
+
+        return submit(self, wrapped)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", submit_there))
+        for name, change in changes.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, change))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", stream_of))
+        stack.enter_context(_Functions())
+        stack.enter_context(_Operations())
+        yield gpu
+
+
+class MarkedStream:
+    """Take the place of torch.cuda's devices and events.
+
+    Attributes:
+        current: the current device's index.
+        calls: what events were asked, and on which device.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, device: int) -> None:
+        self.current, self.calls = device, list[str]()
+        patch.setattr(torch.cuda, "current_device", lambda: self.current)
+        patch.setattr(torch.cuda, "current_stream", lambda: self)
+        patch.setattr(torch.cuda, "device", self._on)
+
+    def record_event(self) -> MarkedStream:
+        return self
+
+    def query(self) -> bool:
+        self.calls.append(f"query on {self.current}")
+        return True
+
+    def synchronize(self) -> None:
+        self.calls.append(f"synchronize on {self.current}")
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        try:
+            yield
+        finally:
+            self.current = before
