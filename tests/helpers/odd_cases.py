@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +30,19 @@ EVERYTHING = {
     *(f"for {name}" for table in (LOSSES, ODD_LOSSES) for name in table),
     *(f"on {num_ranks}" for num_ranks in NUM_RANKS),
 }
+
+
+def round_of(num_cases: int, *, shrinks_if: str) -> settings:
+    """Return how hypothesis draws a round; it shrinks a failing case if the variable is set."""
+    return settings(
+        max_examples=num_cases,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, *([Phase.shrink] if os.environ.get(shrinks_if) else [])],
+        print_blob=True,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @st.composite

@@ -13,24 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 
-from tests.helpers.odd_cases import EVERYTHING, NUM_RANKS, cases, ingredients, judge
+from tests.helpers.odd_cases import EVERYTHING, NUM_RANKS, cases, ingredients, judge, round_of
 from tests.helpers.pool import Pool
 
 SEED = int(os.environ.get("ODD_SEED", "13"))
 # hypothesis varies what it drew from the tenth case of a test on, up to six times each: more tests
 # of fewer cases see more. A failing one does not hide what the others find.
 NUM_ROUNDS, CASES_A_ROUND = 60, 10
-ROUND = settings(
-    max_examples=CASES_A_ROUND,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate, *([Phase.shrink] if os.environ.get("ODD_SHRINK") else [])],
-    print_blob=True,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+ROUND = round_of(CASES_A_ROUND, shrinks_if="ODD_SHRINK")
 
 
 @pytest.fixture(scope="module")

@@ -21,26 +21,18 @@ from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from tests.helpers.odd import Case, Refusal, build_model, layers_of
-from tests.helpers.odd_cases import LIMIT_S, cases, check_equal, check_refusal, shapes
+from tests.helpers.odd_cases import LIMIT_S, cases, check_equal, check_refusal, round_of, shapes
 from tests.helpers.odd_edits import EPOCHS, WAYS, EditedCase, Event, edited_by_hand, train_edited
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import latest
 
 SEED = int(os.environ.get("EDIT_SEED", "1"))
 FEW_ROUNDS, NUM_ROUNDS, CASES_A_ROUND = 2, 100, 10
-ROUND = settings(
-    max_examples=CASES_A_ROUND,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate, *([Phase.shrink] if os.environ.get("EDIT_SHRINK") else [])],
-    print_blob=True,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
+ROUND = round_of(CASES_A_ROUND, shrinks_if="EDIT_SHRINK")
 LOOKS = ("evaluate", "revisit", "average")
 KINDS = (*LOOKS, "edit", "edit", "relabel", "resample")
 

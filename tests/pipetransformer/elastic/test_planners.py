@@ -13,6 +13,7 @@ from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan, published_plan
+from pipetransformer.config import PLANS
 from pipetransformer.elastic import (
     RowRates,
     complete_request,
@@ -247,6 +248,7 @@ def test_a_plan_is_named_or_a_function() -> None:
     assert planner_of("fastest") is fastest_plan
     assert planner_of("published") is published_plan
     assert planner_of(fastest_per_sample) is fastest_per_sample
+    assert all(callable(planner_of(name)) for name in PLANS)  # All that a configuration takes.
 
 
 # A frozen layer takes 1 s a sample and leaves 400 bytes: read at 1,000 bytes/s they take 0.4 s, so
