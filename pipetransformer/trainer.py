@@ -68,6 +68,7 @@ from pipetransformer.feed import (
     SizedDataset,
     Timeline,
     check_dataset,
+    first_samples,
     own_random_numbers,
     samples_of,
 )
@@ -138,8 +139,17 @@ class Trainer:
         check_callbacks(settings.get("callbacks"))
         policy = named_policy(freeze) if isinstance(freeze, str) else as_policy(freeze)
         self.config = config = make_config(settings)
+        check_dataset(train_dataset, "train_dataset")
+        read = partial(
+            first_samples,
+            train_dataset,
+            collate_fn=config.collate_fn,
+            drops_unknown=config.remove_unused_columns,
+            seed=config.seed,
+        )
+        layered = adapt(model, read, loss_fn=loss_fn)
         self._task, self._optimizer = task, traits = describe_task(
-            adapt(model), loss_fn, optimizer, config, policy
+            layered, loss_fn, optimizer, config, policy
         )
         # The loss that the model itself returns is not smoothed.
         self._given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
@@ -722,7 +732,6 @@ def _check(
     config: TrainConfig, train_dataset: SizedDataset, eval_dataset: SizedDataset | None
 ) -> None:
     """Refuse, before anything is started, data sets and settings that do not fit together."""
-    check_dataset(train_dataset, "train_dataset")
     if eval_dataset is not None:
         check_dataset(eval_dataset, "eval_dataset")
     check_selection(config, has_eval_dataset=eval_dataset is not None)

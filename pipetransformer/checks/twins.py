@@ -6,14 +6,13 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopipe.loss import LossFunction
 from pipetransformer.feed import Batch
-from pipetransformer.model import LayeredModel, named_tensors
+from pipetransformer.model import LayeredModel, named_tensors, output_of
 
 _CHANCES = ("p", "prob", "drop_prob", "drop_rate", "dropout_prob", "dropout_rate", "rate")
 """Names under which modules that only drop keep their probability."""
@@ -72,28 +71,13 @@ class OwnForward:
         if answers_loss:
             keywords |= {name: batch[name] for name in model.targets}
         answer = model.model(first, **keywords)
-        output = _output_of(answer)
+        output = output_of(answer)
         if answers_loss and answer.loss is not None:
             return output, answer.loss
         loss_fn = self.loss_fn or model.loss_fn
         assert loss_fn is not None, "choose_loss has found one"
         value = loss_fn(output, model.targets_of(batch))
         return output, value[0] / value[1] if isinstance(value, tuple) else value
-
-
-def _output_of(answer: Any) -> Tensor:
-    """Return the tensor that a loss takes: an answer itself, or its logits."""
-    if isinstance(answer, Tensor):
-        return answer
-    logits = getattr(answer, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    ends = [getattr(answer, name, None) for name in ("start_logits", "end_logits")]
-    if all(isinstance(one, Tensor) for one in ends):
-        return torch.stack([one for one in ends if isinstance(one, Tensor)], dim=-1)
-    raise TypeError(
-        f"the model's own forward returned a {type(answer).__name__}, in which no output is known"
-    )
 
 
 _ALLOWED = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-6, 1e-4)}

@@ -93,6 +93,7 @@ class Deployment:
         self._leave_stage()
         self._held.release_others(before)
         self._held.park(after.parked_by(self._world.rank))
+        self._held.keep(after.held_by(self._world.rank))
         num_bytes = self._move(before, holders)
         self._adopt(decision, after)
         if signals is not None:

@@ -118,6 +118,7 @@ class HeldShards(ShardStore):
         self._index_of = {sublayer.name: i for i, sublayer in enumerate(task.model.sublayers)}
         self.weights_device = device
         self._parked: Collection[int] = ()
+        self._still_held: Collection[str] = ()
         self._optimizer: Optimizer | None = None
         self._signals: IntervalSignals | None = None
         self._trained = range(0)
@@ -147,7 +148,8 @@ class HeldShards(ShardStore):
         sublayer, kind = split_shard_name(shard)
         if kind == WEIGHTS:
             # None leaves a meta tensor, which takes no memory and keeps the name and the shape.
-            self._model.replace(self._index_of[sublayer], dict.fromkeys(names))
+            free = [name for name in names if name not in self._still_held]
+            self._model.replace(self._index_of[sublayer], dict.fromkeys(free))
             return
         state = self.states.get(sublayer, {})
         for name in names:
@@ -157,10 +159,22 @@ class HeldShards(ShardStore):
 
     def release_others(self, holders: Holders) -> None:
         """Free the weights that are no shards of this rank: initial or gathered ones."""
-        for name, index in self._index_of.items():
-            if self._rank not in holders[shard_name(name, WEIGHTS)]:
-                if not all(tensor.is_meta for tensor in self._model.tensors(index).values()):
-                    self._model.release(index)
+        others = {
+            name: index
+            for name, index in self._index_of.items()
+            if self._rank not in holders[shard_name(name, WEIGHTS)]
+        }
+        self.keep(set(self._index_of.values()) - set(others.values()))
+        for name, index in others.items():
+            tensors = self._model.tensors(index)
+            self.drop(
+                shard_name(name, WEIGHTS),
+                [tensor for tensor in tensors if not tensors[tensor].is_meta],
+            )
+
+    def keep(self, indices: Collection[int]) -> None:
+        """Drop no weights from now on that one of these sublayers has, too: tied ones."""
+        self._still_held = {name for index in indices for name in self._model.tensors(index)}
 
     def settle(self, indices: Collection[int]) -> None:
         """Bring sublayers to this rank's device that were built, or gathered, elsewhere."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from autocache import ActivationStore, CacheStats, PrefixCache
 from autodp import gather_json
 from autopipe.profile import Profile
+from pipetransformer.config import CollateFunction
 from pipetransformer.feed.collation import Batch, Collation
 from pipetransformer.feed.coming_fetches import Coming, Fetch, Follower, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
@@ -21,7 +22,7 @@ from pipetransformer.feed.node_store import check_device, make_store
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
 from pipetransformer.feed.workers import ForeseenSamples, Request
-from pipetransformer.model import Task
+from pipetransformer.model import EntryNames, Task
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -353,6 +354,30 @@ class SampleFeed:
             return
         self._store = make_store(self._world, self._task.config, layout, num_rows)
         self._gave_up = self._store is None
+
+
+def first_samples(
+    dataset: SizedDataset,
+    names: EntryNames,
+    *,
+    collate_fn: CollateFunction | None,
+    drops_unknown: bool,
+    seed: int,
+) -> Batch:
+    """Read two samples, by which a model is described that is known by no adapter.
+
+    Args:
+        names: what its forward takes, if the data set has it.
+    """
+    collation = Collation(
+        tuple(dict.fromkeys((*names.inputs, *names.targets, "labels"))),
+        inputs=names.inputs[:1],
+        targets=names.targets,
+        needs_targets=False,
+        function=collate_fn,
+        drops_unknown=drops_unknown,
+    )
+    return Samples(dataset, collation, seed).probe([0, len(dataset) // 2])
 
 
 def samples_of(

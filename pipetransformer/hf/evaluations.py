@@ -36,7 +36,7 @@ from pipetransformer.feed import SizedDataset, check_dataset, own_random_numbers
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.script_loss import answers_questions
 from pipetransformer.hf.training_arguments import refuse_given
-from pipetransformer.model import adapt
+from pipetransformer.model import entry_names
 from pipetransformer.processes import world_size
 from pipetransformer.stage import EvalPrediction as OwnPrediction
 from pipetransformer.stage import judge
@@ -249,7 +249,7 @@ class Evaluations(ABC):
         Adapting a model takes as long as building it, so the answer is kept for this model.
         """
         if self._adapted is None or self._adapted[0] is not self.model:
-            self._adapted = self.model, adapt(self.model).targets
+            self._adapted = self.model, entry_names(self.model).targets
         return self._adapted[1]
 
     def _preprocess(self, output: Tensor, labels: Any) -> Tensor:

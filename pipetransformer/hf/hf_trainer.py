@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +26,7 @@ from transformers.trainer_utils import EvalPrediction, TrainOutput, speed_metric
 from autopipe.loss import Loss, choose_loss
 from freeze import FreezePolicy, PolicyFunction
 from pipetransformer.checkpoint import BEST_FOLDER, CHECKPOINTS, holds_checkpoint, published
-from pipetransformer.feed import SizedDataset, check_dataset
+from pipetransformer.feed import SizedDataset, check_dataset, first_samples
 from pipetransformer.hf.callback_bridge import CallbackBridge
 from pipetransformer.hf.evaluations import (
     Evaluations,
@@ -296,8 +297,16 @@ class HFTrainer(Evaluations):
             )
 
     def _make(self, dataset: SizedDataset, *, resumes: bool, trains: bool) -> Trainer:
-        args, layered = self.args, adapt(self.model)
+        args = self.args
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
+        read = partial(
+            first_samples,
+            dataset,
+            collate_fn=self.data_collator,
+            drops_unknown=args.remove_unused_columns,
+            seed=args.seed,
+        )
+        layered = adapt(self.model, read, loss_fn=self._settings.get("loss_fn"))
         self._bridge.num_samples = len(dataset)
         settings = settings_of(args, len(dataset), self._optimizer)
         evaluated = self._evaluated_in_a_run()
@@ -312,7 +321,7 @@ class HFTrainer(Evaluations):
             collate = MeasuredCollate(collate, layered.targets)
             loss = loss_without_targets(loss)
         return Trainer(
-            self.model,
+            layered,
             dataset,
             eval_dataset=evaluated,
             optimizer=self._optimizer,

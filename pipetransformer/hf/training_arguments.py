@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
 from pipetransformer.config import named_schedule
-from pipetransformer.model import NamedParameters, OptimizerFactory, adapt
+from pipetransformer.model import NamedParameters, OptimizerFactory, entry_names
 from pipetransformer.processes import world_size
 
 _KNOWN = """
@@ -222,7 +222,7 @@ def _refuse_other_labels(args: TrainingArguments, model: Any) -> None:
     """Refuse label names that differ, or differ in order, from those that predictions hold."""
     if args.label_names is None:
         return
-    given, own = list(args.label_names), list(adapt(model).targets)
+    given, own = list(args.label_names), list(entry_names(model).targets)
     if given != own:
         raise ValueError(
             f"label_names has {given}, but a {type(model).__name__} calls its labels {own}; leave "

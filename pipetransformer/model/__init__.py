@@ -6,6 +6,7 @@ timm_vit, transformers_*: the adapters              transformer: what they share
 optimizers: built anew wherever layers go           precision: dtypes, and the scale of float16
 """
 
+from pipetransformer.model.general import EntryNames, output_of
 from pipetransformer.model.layered_model import (
     LayeredModel,
     Sublayer,
@@ -28,12 +29,13 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.precision import DTYPES, LossScale
-from pipetransformer.model.registry import adapt, register_adapter
+from pipetransformer.model.registry import adapt, entry_names, register_adapter
 from pipetransformer.model.task import (
     Task,
     build_optimizer,
     in_mode,
     modes_of,
+    owned_parameters,
     set_frozen,
     set_modes,
     trained_parameters,
@@ -41,10 +43,11 @@ from pipetransformer.model.task import (
 from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
-    "DTYPES", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
+    "DTYPES", "EntryNames", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
     "OptimizerFactory", "OptimizerTraits", "Sublayer", "Task", "adamw", "adapt",
-    "build_optimizer", "decay_by_layer", "has_hooks", "in_mode",
-    "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "put_state",
+    "build_optimizer", "decay_by_layer", "entry_names", "has_hooks", "in_mode",
+    "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "output_of",
+    "owned_parameters", "put_state",
     "qualified_name", "refuse_hooks", "register_adapter", "set_frozen", "set_modes",
     "split_by_layer", "take_state", "trained_parameters",
 ]  # fmt: skip

@@ -55,6 +55,7 @@ class LayeredModel:
     Args:
         model: keeps working as it is, and keeps its `state_dict` names.
         sublayers: in forward order; together they hold every parameter and buffer of the model.
+            Several may hold the same one, as where the head's matrix is the embedding's.
         inputs: batch entries of the first sublayer: the first is required and goes in by
             position, the others by keyword if the batch has them.
         targets: batch entries of the loss.
@@ -66,12 +67,15 @@ class LayeredModel:
             not cached.
         optional_masks: sides, (N, S) masks, that sublayers can do without where all is 1. Then
             attention takes faster kernels.
+        is_recorded: whether the sublayers were found by running the model, not written by hand:
+            then a run compares them with the model's own forward before its first step.
     Attributes:
+        owners: the first sublayer, by index, of each tensor. Others may share it: tied weights.
         plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
             generators while they train.
     Raises:
-        ValueError: a tensor is in no sublayer, in several (tied), or not the model's; a name is
-            used twice; layers fall, skip a number, or leave the head no layer of its own.
+        ValueError: a tensor is in no sublayer, or not the model's; a name is used twice; layers
+            fall, skip a number, or leave the head no layer of its own.
     """
 
     def __init__(  # noqa: PLR0913 - the documented interface
@@ -85,6 +89,7 @@ class LayeredModel:
         unused: Sequence[str] = (),
         padding_mask: str | None = None,
         optional_masks: Sequence[str] = (),
+        is_recorded: bool = False,
     ) -> None:
         self.model = model
         self.sublayers = tuple(sublayers)
@@ -94,10 +99,12 @@ class LayeredModel:
         self.unused = tuple(unused)
         self.padding_mask = padding_mask
         self.optional_masks = tuple(optional_masks)
+        self.is_recorded = is_recorded
         _check_order(self.sublayers)
         if not self.inputs:
             raise ValueError("inputs is empty; name the batch entry that the first sublayer takes")
         self._names = _assign_names(model, self.sublayers, self.unused)
+        self.owners = _owners(self._names)
         self._slots = _find_slots(model, self.sublayers)
         self._guards: dict[int, list[RemovableHandle]] = {}
         self._flags = _mode_flags(model, self.sublayers)
@@ -335,32 +342,34 @@ def _check_order(sublayers: tuple[Sublayer, ...]) -> None:
 def _assign_names(
     model: nn.Module, sublayers: tuple[Sublayer, ...], unused: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
-    """List each sublayer's tensors by their model names; refuse those not in exactly one."""
+    """List each sublayer's tensors by their model names; refuse those in none."""
     name_of = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    owner: dict[str, str] = {}
+    names: list[tuple[str, ...]] = []
     for sub in sublayers:
         for local_name, tensor in named_tensors(sub.module).items():
-            name = name_of.get(id(tensor))
-            if name is None:
+            if id(tensor) not in name_of:
                 raise ValueError(
                     f"{local_name!r} of sublayer {sub.name!r} is not of the model; "
                     "a sublayer must share the model's own tensors"
                 )
-            if name in owner:
-                raise ValueError(
-                    f"{name!r} is tied: sublayers {owner[name]!r} and {sub.name!r} "
-                    "share it, but may train on different devices; untie it, giving "
-                    "one of them nn.Parameter(tensor.detach().clone())"
-                )
-            owner[name] = sub.name
-    free = set(name_of.values()) - set(owner)
+        names.append(tuple(name_of[id(t)] for t in named_tensors(sub.module).values()))
+    free = set(name_of.values()) - set(chain(*names))
     if free != set(unused):
         raise ValueError(
             f"in no sublayer: {sorted(free - set(unused))}, declared unused but not "
             f"so: {sorted(set(unused) - free)}; put each parameter and buffer into "
-            "one sublayer, or its name into unused if no forward reads it"
+            "a sublayer, or its name into unused if no forward reads it"
         )
-    return [tuple(name for name in owner if owner[name] == sub.name) for sub in sublayers]
+    return names
+
+
+def _owners(names: Sequence[tuple[str, ...]]) -> dict[str, int]:
+    """Return each tensor's first sublayer."""
+    owners: dict[str, int] = {}
+    for index, own in enumerate(names):
+        for name in own:
+            owners.setdefault(name, index)
+    return owners
 
 
 def _find_slots(

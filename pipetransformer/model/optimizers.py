@@ -187,11 +187,7 @@ def split_by_layer(factory: OptimizerFactory, model: LayeredModel) -> OptimizerF
     The head's groups have no such entry.
     """
     head = model.num_layers
-    layer_of = {
-        name: sublayer.layer
-        for index, sublayer in enumerate(model.sublayers)
-        for name in model.tensors(index)
-    }
+    layer_of = {name: model.sublayers[index].layer for name, index in model.owners.items()}
 
     def mark(group: dict[str, Any], layer: int) -> None:
         if layer != head:
@@ -205,9 +201,9 @@ def learning_rate_scales(model: LayeredModel, decay: float) -> dict[str, float]:
     top = model.num_layers
     embedding_is_apart = model.sublayers[1].layer == 0
     return {
-        name: decay ** (top - sublayer.layer + int(index == 0 and embedding_is_apart))
-        for index, sublayer in enumerate(model.sublayers)
-        for name in model.tensors(index)
+        name: decay
+        ** (top - model.sublayers[index].layer + int(index == 0 and embedding_is_apart))
+        for name, index in model.owners.items()
     }
 
 

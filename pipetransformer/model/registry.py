@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.loss import LossFunction
 from pipetransformer.model import (
+    general,
     timm_vit,
     transformers_bert,
     transformers_modernbert,
@@ -40,28 +42,55 @@ _BUILDERS: Builders = {
     **transformers_vit.builders(),
 }
 
-_WRAPPED = ("_orig_mod", "module", "base_model.model")
-"""Where torch.compile, DataParallel and DDP, and PEFT hold the model that they wrap."""
+_SHIPPED = frozenset(_BUILDERS.values())
+
+_WRAPPED = ("_orig_mod", "module")
+"""Where torch.compile, and DataParallel and DDP, hold the model that they wrap."""
 
 
-def adapt(model: nn.Module | LayeredModel) -> LayeredModel:
-    """Present a model as a sequence of sublayers, by the adapter of its class or nearest base.
+def adapt(
+    model: nn.Module | LayeredModel,
+    read: general.Read | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+) -> LayeredModel:
+    """Present a model as a sequence of sublayers, by the adapter of its class or by running it.
 
     A LayeredModel is returned as it is.
 
+    Args:
+        read: reads a few samples, for a model whose class has no adapter.
+        loss_fn: the user's own, in whose place no loss of the model is looked for.
     Raises:
-        TypeError: no adapter knows the model, or it overrides the forward that its adapter
-            stands for.
-        ValueError: the model has a setting or tied tensors that its sublayers cannot honour.
+        TypeError: no adapter knows the model, and no samples are given.
+        ValueError: the model has a setting that its sublayers cannot honour, or no row of blocks.
     """
     if isinstance(model, LayeredModel):
         return model
     kind = _known_kind(model)
-    if kind is None:
+    if kind is not None:
+        build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]
+        try:
+            _check_forward(model, kind)
+            return build(model)
+        except (TypeError, ValueError):
+            # Its own forward follows a setting, or a replaced part, that our adapter does not.
+            if read is None or build not in _SHIPPED:
+                raise
+    if read is None:
         raise TypeError(f"no adapter knows a {qualified_name(type(model))}{_way_out(model)}")
-    _check_forward(model, kind)
-    build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]
-    return build(model)
+    _refuse_wrapper(model)
+    return general.present(model, read(general.names_of(model)), loss_fn)
+
+
+def entry_names(model: nn.Module | LayeredModel) -> general.EntryNames:
+    """Return the names of the batch entries that a model and its loss take."""
+    try:
+        layered = adapt(model)
+    except (TypeError, ValueError):
+        assert isinstance(model, nn.Module)
+        return general.names_of(model)
+    return general.EntryNames(layered.inputs, layered.targets)
 
 
 def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:
@@ -81,20 +110,26 @@ def _known_kind(model: object) -> type[Any] | None:
     return next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
 
 
-def _way_out(model: nn.Module) -> str:
-    """Say what to give instead: the wrapped model, or one of another kind."""
+def _refuse_wrapper(model: nn.Module) -> None:
+    """Raise a TypeError for a wrapper whose own work, such as summing gradients, is done here."""
     for path in _WRAPPED:
-        held: Any = model
-        for name in path.split("."):
-            held = getattr(held, name, None)
-        if _known_kind(held) is not None:
-            return (
-                f", but one knows the {type(held).__name__} that it wraps: give model.{path} (a "
-                "wrapper's own forward would not be called)"
+        held = getattr(model, path, None)
+        if isinstance(held, nn.Module) and qualified_name(type(model)).startswith("torch."):
+            raise TypeError(
+                f"a {type(model).__name__} wraps a {type(held).__name__}, and its own forward "
+                f"would not be called: give model.{path}"
             )
+
+
+def _way_out(model: nn.Module) -> str:
+    """Say what to give instead: the wrapped model, or samples."""
+    for path in _WRAPPED:
+        held = getattr(model, path, None)
+        if isinstance(held, nn.Module) and qualified_name(type(model)).startswith("torch."):
+            return f": give model.{path}, the {type(held).__name__} that it wraps"
     return (
-        f"; known: {', '.join(_known_names())}. Give an nn.Sequential, a LayeredModel built from "
-        "its sublayers, or call register_adapter(class, build)"
+        f"; known without samples are {', '.join(_known_names())}. A Trainer knows others by "
+        "running a few samples; adapt(model, read) does, too"
     )
 
 

@@ -90,6 +90,12 @@ def trained_parameters(task: Task, indices: Iterable[int]) -> dict[str, nn.Param
     }
 
 
+def owned_parameters(task: Task, index: int) -> dict[str, nn.Parameter]:
+    """Return a sublayer's trainable parameters without those that one below it shares."""
+    parameters = trained_parameters(task, (index,))
+    return {name: p for name, p in parameters.items() if task.model.owners[name] == index}
+
+
 def build_optimizer(task: Task, parameters: Mapping[str, nn.Parameter]) -> Optimizer | None:
     """Return the task's optimizer over parameters; None without any."""
     if not parameters:
@@ -137,7 +143,8 @@ def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> No
     changed = False
     for index, sublayer in enumerate(task.model.sublayers):
         for name, tensor in task.model.tensors(index).items():
-            if isinstance(tensor, nn.Parameter):
+            # A tied tensor freezes with its first sublayer.
+            if isinstance(tensor, nn.Parameter) and task.model.owners[name] == index:
                 trains = sublayer.layer >= num_frozen and sublayer.layer not in resting
                 wanted = name in task.trainable and trains
                 changed |= tensor.requires_grad is not wanted

@@ -1,18 +1,14 @@
-"""Give the adapters of Transformer models the cut, wrappers, refusals and the losses."""
+"""Give the adapters of Transformer models the cut, wrappers and refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
 from typing import Any, final
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopipe.loss import Loss, LossValue, sum_over_targets
 from pipetransformer.model.layered_model import Sublayer
 
 
@@ -148,45 +144,3 @@ def refuse_own_loss(model: Any) -> None:
             "model.loss_function was set, and would not be called; give loss_fn= to "
             "pipetransformer.Trainer"
         )
-
-
-def classification_loss(config: Any, label_smoothing: float = 0.0) -> Loss:
-    """Build the loss of a transformers classifier from its configuration.
-
-    Source: BertForSequenceClassification.forward of transformers, which guesses a problem that has
-        no type. Ours returns the cross entropy as (sum, count), so that targets of -100 stay exact
-        when a batch is split. Smoothed, it is that of transformers' LabelSmoother.
-    """
-
-    def guess(target: Tensor) -> str:
-        if config.num_labels == 1:
-            return "regression"
-        integer = target.dtype in (torch.int64, torch.int32)
-        return "single_label_classification" if integer else "multi_label_classification"
-
-    def loss(output: Tensor, target: Tensor) -> LossValue:
-        # Noted in the configuration, which is saved: transformers' pipelines read it there.
-        problem = config.problem_type = config.problem_type or guess(target)
-        if problem == "regression":
-            if target.numel() != output.numel():
-                raise ValueError(
-                    f"a regression with num_labels={config.num_labels} has outputs of shape "
-                    f"{tuple(output.shape)}, but targets are {tuple(target.shape)}; give each "
-                    "sample num_labels values, or build the model with another num_labels"
-                )
-            return F.mse_loss(output, target.reshape(output.shape))
-        if problem == "single_label_classification":
-            keywords = {"label_smoothing": label_smoothing}
-            return sum_over_targets(F.cross_entropy, output, target.reshape(-1), keywords)
-        if label_smoothing:
-            raise ValueError(
-                f"label_smoothing is {label_smoothing}, but the targets are {target.dtype}; give "
-                "classes as integers, or leave it out"
-            )
-        return F.binary_cross_entropy_with_logits(output, target)
-
-    may_have_classes = config.problem_type == "single_label_classification" or (
-        config.problem_type is None and config.num_labels > 1
-    )
-    smoothed = partial(classification_loss, config) if may_have_classes else None
-    return Loss(loss, is_exact=True, smoothed=smoothed)

@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.loss import Loss, sum_over_targets
+from autopipe.loss import Loss
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
-from pipetransformer.model.transformer import (
-    Family,
-    classification_loss,
-    refuse_checkpointing,
-    refuse_own_loss,
-)
+from pipetransformer.model.losses import classification_loss, span_loss, token_loss
+from pipetransformer.model.transformer import Family, refuse_checkpointing, refuse_own_loss
 
 MASK = "attention_mask"
-
-
-def token_loss(
-    output: Tensor, target: Tensor, *, label_smoothing: float = 0.0
-) -> tuple[Tensor, Tensor | int]:
-    """Sum the tokens' cross entropy, and count the tokens whose target is not -100.
-
-    Args:
-        output: (N, S, classes) logits.
-        target: (N, S) int64.
-    Source: BertForTokenClassification.forward of transformers, whose mean is over such tokens.
-    """
-    keywords = {"label_smoothing": label_smoothing}
-    return sum_over_targets(F.cross_entropy, output.flatten(0, 1), target.flatten(), keywords)
-
-
-def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum the cross entropy of answers' starts and ends, and count both together.
-
-    Args:
-        output: (N, S, 2) start and end logits.
-        target: start_positions and end_positions, (N,) or (N, 1) int64; positions from S on are
-            beyond a truncated text and ignored.
-    Source: BertForQuestionAnswering.forward of transformers, which halves the mean over starts
-        plus the mean over ends. Ours is equal where equally many starts and ends count. Else it
-        weighs all positions alike: two means cannot be joined from a batch's parts.
-    """
-    length = output.shape[1]
-    total, count = output.new_zeros(()), output.new_zeros((), dtype=torch.int64)
-    for column, name in enumerate(("start_positions", "end_positions")):
-        # What lies beyond a truncated text becomes `length`, the class that is ignored.
-        positions = target[name].reshape(-1).clamp(0, length)
-        total = total + F.cross_entropy(
-            output[..., column], positions, ignore_index=length, reduction="sum"
-        )
-        count = count + (positions != length).sum()
-    return total, count
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
+from pipetransformer.model.losses import classification_loss
 from pipetransformer.model.transformer import (
     Family,
     FirstOf,
     FirstToken,
     Residual,
-    classification_loss,
     refuse_checkpointing,
     refuse_own_loss,
     require_class,

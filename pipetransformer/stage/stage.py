@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +31,7 @@ from pipetransformer.model import (
     in_mode,
     large_embeddings,
     modes_of,
+    owned_parameters,
     set_modes,
     trained_parameters,
 )
@@ -44,6 +46,7 @@ from pipetransformer.stage.diagnosis import (
     where_it_began,
 )
 from pipetransformer.stage.step_result import Numbers, StepNumbers, StepResult, StepSums
+from pipetransformer.stage.tied_gradients import TiedGradients
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import (
     EvaluationWork,
@@ -93,7 +96,7 @@ class Stage:
         self.parameters = trained_parameters(task, self._trained)
         self.optimizer = build_optimizer(task, self.parameters)
         self.signals = IntervalSignals(
-            {task.model.sublayers[i].name: trained_parameters(task, (i,)) for i in self._trained},
+            {task.model.sublayers[i].name: owned_parameters(task, i) for i in self._trained},
             task.signals,
         )
         # Stage 0 holds the frozen prefix, which nothing may write into either.
@@ -105,6 +108,7 @@ class Stage:
         self._device_end = self._end_for_device()
         self._unread: tuple[LateNumbers, MicroBatches] | None = None
         self._reducer: GradientReducer | None = None
+        self._ties = TiedGradients(task, self._wiring, plan, self.parameters)
         if self._groups.stage is not None and self.parameters:
             self._reducer = GradientReducer(
                 [p for p in self.parameters.values() if p.requires_grad],
@@ -131,10 +135,16 @@ class Stage:
 
     def _tables(self) -> list[nn.Parameter]:
         """Return the large embeddings' weights: replicas sum the touched rows alone."""
-        modules = (self._task.model.sublayers[i].module for i in self._trained)
-        device = self._world.device
+        model, device = self._task.model, self._world.device
+        used = Counter(name for i in self._trained for name in model.tensors(i))
+        modules = (model.sublayers[i].module for i in self._trained)
         weights = {table.weight for one in modules for table in large_embeddings(one, device)}
-        return [p for p in self.parameters.values() if p.requires_grad and p in weights]
+        # A tied table is the head's matrix, too, whose gradient has all rows.
+        return [
+            parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad and parameter in weights and used[name] == 1
+        ]
 
     def close(self) -> None:
         """Free the stage's own memory, even if the stage itself is kept."""
@@ -213,6 +223,7 @@ class Stage:
         sums = StepSums.of(self._sum_over_world(own.as_list()))
         if self._reducer is not None:
             self._reducer.finish(again=sums.early > 0)
+        self._ties.sum()
         reduce_s = time.perf_counter() - start
         self._refuse([sums], wrong, first_step=coming.step)
         loss, norm = self._finish_gradients(sums, len(coming.ids))

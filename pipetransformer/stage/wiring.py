@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autocache import Uploader
-from autodp import Groups, Topology
+from autodp import Groups, Topology, waiting_for
 from autopipe.engine import (
     Link,
     Peer,
@@ -34,7 +36,7 @@ from pipetransformer.model import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
 
-_HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
+_HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG, _TIED_TAG = 1, 2, 3, 4
 _NAMES = {_HIDDEN_TAG: "activations", _GRADIENT_TAG: "gradients", _SIDE_TAG: "side inputs"}
 
 
@@ -114,6 +116,32 @@ class StageWiring:
                 for rank in self._ranks_of(following)
             )
         return links
+
+    def send_tied(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to this pipeline's rank of another stage."""
+        (rank,), group = self._ranks_of(stage), self._groups.forward
+        with waiting_for("to take a tied gradient", group, source=rank):
+            for tensor in tensors:
+                work = dist.isend(
+                    tensor.contiguous().to(self._link_device), rank, group, _TIED_TAG
+                )
+                assert work is not None
+                work.wait(timedelta(seconds=self.timeout_s))
+
+    def receive_tied(self, stage: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Receive tensors as these from this pipeline's rank of another stage."""
+        (rank,), group = self._ranks_of(stage), self._groups.forward
+        received = []
+        with waiting_for("a tied gradient", group, source=rank):
+            for pattern in like:
+                tensor = torch.empty_like(
+                    pattern, device=self._link_device, memory_format=torch.contiguous_format
+                )
+                work = dist.irecv(tensor, rank, group, _TIED_TAG)
+                assert work is not None
+                work.wait(timedelta(seconds=self.timeout_s))
+                received.append(tensor.to(pattern.device))
+        return received
 
     def _ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the workers of a stage of this rank's pipeline, in the order of their turns."""

@@ -1,0 +1,329 @@
+"""Record one forward of a model: where its row of blocks is, and what each block is given.
+
+    def forward(self, ids, mask):
+        hidden = self.embed(ids)                  ╮ below: tensors and modules used up to here
+        mask = self.expand(mask)                  ╯
+        for block in self.blocks:
+            hidden = block(hidden, mask)[0]         a call: `hidden` goes in at 0, comes out at 0
+        return self.head(self.norm(hidden))         above
+
+The row is the largest list of modules that run one after the other, each on what the one before it
+has returned. Nothing is guessed from names: a model is read by running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class NoRowError(ValueError):
+    """Say why a model's forward cannot be cut at a row of blocks."""
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """Say where the hidden state goes into a block, and where in its answer it comes out.
+
+    Args:
+        takes: a position, or a keyword.
+        answer: the shape of the answer; its leaf number `returns` is the hidden state.
+        leaves: the answer's other leaves; None in the place of tensors.
+    """
+
+    takes: int | str
+    answer: TreeSpec
+    returns: int
+    leaves: tuple[Any, ...]
+
+    def hidden_in(self, given: Arguments) -> Tensor:
+        """Return the hidden state that a call was given."""
+        args, kwargs = given
+        hidden: Tensor = args[self.takes] if isinstance(self.takes, int) else kwargs[self.takes]
+        return hidden
+
+    def given(self, own: Arguments, hidden: Tensor | None) -> Arguments:
+        """Put a hidden state into a call's arguments."""
+        args, kwargs = own
+        if isinstance(self.takes, str):
+            return args, {**kwargs, self.takes: hidden}
+        return (*args[: self.takes], hidden, *args[self.takes + 1 :]), kwargs
+
+    def answered(self, hidden: Tensor) -> Any:
+        """Return what a block that does nothing would answer."""
+        leaves = list(self.leaves)
+        leaves[self.returns] = hidden
+        return tree_unflatten(leaves, self.answer)
+
+    def hidden_out(self, answer: Any) -> Tensor:
+        """Return the hidden state of a block's answer."""
+        hidden: Tensor = tree_leaves(answer)[self.returns]
+        return hidden
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold a model's row of blocks, and which of its other tensors are used where.
+
+    Args:
+        name: of the list of blocks, in the model.
+        below: names of tensors outside of blocks that are read before the last block runs.
+        above: those that are read behind it; a tied tensor is in both.
+        learned: parameters in `below` from which blocks' own arguments are computed, such as a
+            learned position bias.
+        called_below, called_above: modules outside of blocks that are called there.
+    """
+
+    name: str
+    blocks: tuple[nn.Module, ...]
+    calls: tuple[BlockCall, ...]
+    below: frozenset[str]
+    above: frozenset[str]
+    learned: frozenset[str]
+    called_below: frozenset[nn.Module]
+    called_above: frozenset[nn.Module]
+
+
+def find_row(model: nn.Module, run: Callable[[], Any]) -> Row:
+    """Find a model's row of blocks by running it.
+
+    Args:
+        run: calls the model's forward on a few samples.
+    Raises:
+        NoRowError: no list of modules is such a row; the message says of each why not.
+    """
+    with _watched(model):
+        reasons = []
+        for name, blocks in _candidates(model):
+            record = _Record(model, blocks)
+            with record.listening():
+                run()
+            try:
+                return record.row(name)
+            except NoRowError as error:
+                reasons.append(f"{name}: {error}")
+    raise NoRowError("; ".join(reasons[:3]) or "it holds no list of two blocks or more")
+
+
+def _candidates(model: nn.Module) -> list[tuple[str, tuple[nn.Module, ...]]]:
+    """Return the lists of modules that may be the row, those with most parameters first."""
+    sized = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
+            blocks = tuple(module)
+            if all(isinstance(block, nn.Module) and _size(block) for block in blocks):
+                sized.append((_size(module), name, blocks))
+    sized.sort(key=lambda one: -one[0])
+    found = [(name, blocks) for _, name, blocks in sized if len(blocks) > 1]
+    # Blocks that are run many times, such as ALBERT's, freeze as one: with what loops over them.
+    loops = dict.fromkeys(name.rpartition(".")[0] for _, name, _ in sized)
+    found += [(name, (model.get_submodule(name),)) for name in loops if name]
+    return found
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Have the model in eval mode, all its parameters needing a gradient, and put that back."""
+    modes = {module: module.training for module in model.modules()}
+    flags = {p: p.requires_grad for p in model.parameters()}
+    try:
+        model.eval()
+        for parameter in flags:
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@dataclass
+class _Call:
+    index: int
+    given: Arguments
+    answer: Any = None
+
+
+@dataclass
+class _Reads(TorchFunctionMode):
+    """Note which of the model's tensors functions of torch are called with."""
+
+    note: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.note(id(leaf))
+        return func(*args, **kwargs)
+
+
+@dataclass
+class _Record:
+    """Follow one forward, and tell below, within and above the blocks apart."""
+
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    calls: list[_Call] = field(default_factory=list)
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        inside = {m for block in self.blocks for m in block.modules()}
+        self.outside = {m for m in self.model.modules() if m not in inside}
+        self.name_of = {id(t): name for name, t in _tensors_outside(self.model, inside).items()}
+        # For each stretch between two blocks' ends: what was read and called in it.
+        self.read: list[set[str]] = [set()]
+        self.called: list[set[nn.Module]] = [set()]
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for index, block in enumerate(self.blocks):
+                for handle in self._hooks(index, block):
+                    stack.callback(handle.remove)
+            stack.callback(register_module_forward_pre_hook(self._note_module).remove)
+            stack.enter_context(_Reads(self._note_read))
+            yield
+
+    def _hooks(self, index: int, block: nn.Module) -> list[Any]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.depth += 1
+            self.calls.append(_Call(index, (args, dict(kwargs))))
+
+        def leave(_: nn.Module, _args: object, _kwargs: object, answer: Any) -> None:
+            self.depth -= 1
+            self.calls[-1].answer = answer
+            self.read.append(set())
+            self.called.append(set())
+
+        return [
+            block.register_forward_pre_hook(enter, with_kwargs=True),
+            block.register_forward_hook(leave, with_kwargs=True),
+        ]
+
+    def _note_module(self, module: nn.Module, _args: object) -> None:
+        if module in self.outside:
+            self.called[-1].add(module)
+
+    def _note_read(self, identity: int) -> None:
+        # Blocks read tensors of others only where these are handed to them.
+        if self.depth == 0 and (name := self.name_of.get(identity)) is not None:
+            self.read[-1].add(name)
+
+    def row(self, name: str) -> Row:
+        order = [call.index for call in self.calls]
+        if order != list(range(len(self.blocks))):
+            spelled = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
+            raise NoRowError(f"its modules run in the order {spelled or 'of none'}")
+        calls = self._chain()
+        return Row(
+            name,
+            tuple(self.blocks),
+            calls,
+            frozenset().union(*self.read[:-1]),
+            frozenset(self.read[-1]),
+            self._learned(calls),
+            frozenset().union(*self.called[:-1]),
+            frozenset(self.called[-1]),
+        )
+
+    def _chain(self) -> tuple[BlockCall, ...]:
+        """Check that each block takes what the one before it has returned."""
+        found = []
+        previous: Tensor | None = None
+        for call in self.calls:
+            takes = _first_hidden(call) if previous is None else _place_of(call, previous)
+            leaves, answer = tree_flatten(call.answer)
+            returns = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
+            if returns is None:
+                raise NoRowError(f"block {call.index} returns no tensor")
+            previous = leaves[returns]
+            others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            found.append(BlockCall(takes, answer, returns, others))
+        return tuple(found)
+
+    def _learned(self, calls: tuple[BlockCall, ...]) -> frozenset[str]:
+        """Name the parameters from which arguments of blocks are computed.
+
+        Raises:
+            NoRowError: an argument comes from another block, or from what the hidden state itself
+                is computed from.
+        """
+        names = {name for read in self.read[:-1] for name in read}
+        below = {n: p for n, p in self.model.named_parameters() if n in names and p.requires_grad}
+        inside = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        learned: set[str] = set()
+        for call, how in zip(self.calls, calls, strict=True):
+            hidden = how.hidden_in(call.given)
+            for leaf in tree_leaves(call.given):
+                if isinstance(leaf, Tensor) and leaf is not hidden and leaf.requires_grad:
+                    if any(g is not None for g in _gradients(leaf, inside)):
+                        raise NoRowError(f"block {call.index} takes what a block before it made")
+                    by = zip(below, _gradients(leaf, list(below.values())), strict=True)
+                    learned |= {name for name, gradient in by if gradient is not None}
+        first = calls[0].hidden_in(self.calls[0].given)
+        if learned and first.requires_grad:
+            by = zip(below, _gradients(first, list(below.values())), strict=True)
+            if both := sorted(n for n, gradient in by if gradient is not None and n in learned):
+                raise NoRowError(
+                    f"its blocks take, beside the hidden state, what is computed of {both[0]}, "
+                    "as the hidden state is"
+                )
+        return frozenset(learned)
+
+
+def _tensors_outside(model: nn.Module, inside: set[nn.Module]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if module not in inside:
+            own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+            start = f"{prefix}." if prefix else ""
+            found.update((start + n, t) for n, t in own.items() if t is not None)
+    known: dict[int, str] = {}
+    return {n: t for n, t in found.items() if known.setdefault(id(t), n) == n}
+
+
+def _gradients(output: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+    if not inputs:
+        return ()
+    return torch.autograd.grad(output.sum(), inputs, allow_unused=True, retain_graph=True)
+
+
+def _first_hidden(call: _Call) -> int | str:
+    """Say where the first block takes its hidden state: its first floating tensor."""
+    args, kwargs = call.given
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return place
+    raise NoRowError("the first of its modules takes no floating tensor")
+
+
+def _place_of(call: _Call, hidden: Tensor) -> int | str:
+    args, kwargs = call.given
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if value is hidden:
+            return place
+    raise NoRowError(f"something happens between its modules {call.index - 1} and {call.index}")

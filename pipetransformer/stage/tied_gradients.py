@@ -1,0 +1,90 @@
+"""Sum the gradient of a tensor that several stages hold, such as a tied embedding.
+
+    stage              0                1              2
+    holds              embedding                       head's matrix: the same tensor
+    gradient           g0 ─────────────────────────►   g2
+                       g0 + g2  ◄───────────────────   (the owner sums in the order of stages)
+
+Each stage's replicas have equal gradients by then. So each pipeline comes to the same sum, bit by
+bit, and each holder's optimizer makes the same update of its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import nn
+
+from autopipe.plan import PipelinePlan
+from pipetransformer.model import Task
+from pipetransformer.stage.wiring import StageWiring
+
+
+@final
+class TiedGradients:
+    """Exchange gradients of tied parameters between the stages of a pipeline.
+
+    Args:
+        parameters: those that this rank's stage trains, by name.
+    Raises:
+        ValueError: stages have several workers, or no flushes, so that there is no such moment.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        wiring: StageWiring,
+        plan: PipelinePlan,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._wiring = wiring
+        self._stages_of = {} if wiring.is_spare else _held_by_several(task, plan, parameters)
+        self._parameters = {name: parameters[name] for name in self._stages_of}
+        alone = task.config.weight_versions is None and task.config.stage_workers is None
+        if self._stages_of and not alone:
+            raise ValueError(
+                f"{next(iter(self._stages_of))!r} is tied and would be on several stages, whose "
+                "gradients are summed at a flush: leave weight_versions= and stage_workers= out, "
+                "or untie it"
+            )
+
+    def sum(self) -> None:
+        """Give all holders the sum; a parameter that no stage used keeps no gradient."""
+        for name, stages in self._stages_of.items():
+            parameter = self._parameters[name]
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            used = torch.tensor([float(parameter.grad is not None)])
+            owner, *others = stages
+            if self._wiring.index != owner:
+                self._wiring.send_tied(owner, [own, used])
+                total, used = self._wiring.receive_tied(owner, [own, used])
+            else:
+                total = own
+                for stage in others:
+                    part, was_used = self._wiring.receive_tied(stage, [own, used])
+                    total, used = total + part, used + was_used
+                for stage in others:
+                    self._wiring.send_tied(stage, [total, used])
+            parameter.grad = total if float(used) else None
+
+
+def _held_by_several(
+    task: Task, plan: PipelinePlan, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, list[int]]:
+    """Return the stages that hold each parameter which more than one trains, in order."""
+    stages_of: dict[str, list[int]] = {}
+    for stage in range(plan.length):
+        names = {
+            name
+            for index in range(*plan.boundaries[stage : stage + 2])
+            for name in task.model.tensors(index)
+        }
+        for name in names:
+            stages_of.setdefault(name, []).append(stage)
+    return {
+        name: stages_of[name]
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and len(stages_of[name]) > 1
+    }
