@@ -1,7 +1,8 @@
 """Elastic, freeze-aware pipeline training of Transformers.
 
 All that training with `Trainer` and pipelines in one process take is here. Beside it are
-`pipetransformer.hf`, transformers' Trainer, and `freeze`, for loops of your own.
+`pipetransformer.hf`, transformers' Trainer. For loops of your own there are `attach`, which
+freezes and caches, and `freeze`.
 """
 
 from autopipe import balance, skip
@@ -46,6 +47,7 @@ from pipetransformer.errors import (
     VerificationError,
     WorkerFailedError,
 )
+from pipetransformer.loop import CachedLoop, attach
 from pipetransformer.measure import Measurements
 from pipetransformer.model import LayeredModel, Sublayer, adamw, named_optimizer, register_adapter
 from pipetransformer.processes import launch
@@ -54,14 +56,16 @@ from pipetransformer.stage import EvalPrediction, PredictionOutput, StepResult
 from pipetransformer.trainer import Trainer
 
 __all__ = [
-    "AlphaSchedule", "AutoFreeze", "Callback", "CallbackError", "Change", "CorruptCheckpointError",
+    "AlphaSchedule", "AutoFreeze", "CachedLoop", "Callback", "CallbackError", "Change",
+    "CorruptCheckpointError",
     "Decision", "EvalPrediction", "FitReport", "FreezeContext", "FreezeDecision", "FreezeOut",
     "FreezePolicy", "FreezeSchedule", "GPipe", "Guarded", "LayerStats", "LayeredModel", "Linear",
     "Loss", "Measurements", "NeverFreeze", "NonFiniteError", "PaperRule", "PeerError",
     "PipelinePlan", "PlanRequest", "PlanSituation", "Plasticity", "PolicyError",
     "PredictionOutput", "Profile", "QuietUpdates", "Recorder", "Replay", "Ring", "Shadow", "Span",
     "StashedPipeline", "StepResult", "Sublayer", "Summary", "TensorBoard", "Trace", "TrainConfig",
-    "Trainer", "Verification", "VerificationError", "WorkerFailedError", "adamw", "balance",
+    "Trainer", "Verification", "VerificationError", "WorkerFailedError", "adamw", "attach",
+    "balance",
     "cosine_with_warmup", "fastest_plan", "flatten_sequential", "is_checkpointing",
     "is_recomputing", "launch", "named_optimizer", "named_schedule", "polynomial_with_warmup",
     "published_plan", "register_adapter", "restore_batch_norm", "skip",

@@ -10,6 +10,7 @@ _EXTRAS = {
     "timm": "vision",
     "transformers": "text",
     "accelerate": "text",
+    "peft": "text",
 }
 """Extras by package, as in setup.cfg."""
 

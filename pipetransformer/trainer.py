@@ -50,10 +50,13 @@ from pipetransformer.checks import (
     rate_of_layer,
     refuse_differing_ranks,
     refuse_surroundings,
+    refuse_untrained,
     verify,
+    verify_recorded,
     warn_of_full_float32,
     warn_of_large_batch,
     warn_of_low_weights,
+    warn_of_tied_weights,
 )
 from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.durable_files import replace_tensors
@@ -147,7 +150,8 @@ class Trainer:
             drops_unknown=config.remove_unused_columns,
             seed=config.seed,
         )
-        layered = adapt(model, read, loss_fn=loss_fn)
+        unties = config.tied_weights == "untie"
+        layered = adapt(model, read, loss_fn=loss_fn, unties=unties)
         self._task, self._optimizer = task, traits = describe_task(
             layered, loss_fn, optimizer, config, policy
         )
@@ -480,6 +484,8 @@ class Trainer:
         )
 
     def _refuse_what_runs_wrongly(self, trains: bool) -> None:
+        if trains:
+            refuse_untrained(self._task)
         data, evaluated = {"train_dataset": self._feed.samples}, self._evaluator.feed
         if evaluated is not None:
             data["eval_dataset"] = evaluated.samples
@@ -492,9 +498,15 @@ class Trainer:
         if self.world.is_main:
             warn_of_large_batch(self.config, self._timeline.num_samples)
             warn_of_low_weights(self._task.model.model)
+            if self._caches:
+                warn_of_tied_weights(self._task)
             warn_of_full_float32(self._task.model.model, self._task.computes_in, self.world.device)
         self._coming.refuse_other_orders(self.world.group)
         agree(self._log.open, group=self.world.group)
+        read = partial(self._feed.read, torch.arange(2))
+        given = self._given_loss_fn
+        found = verify_recorded(self._task, self.world, loss_fn=given, read=read)
+        self._log.verified(found)
         plainly_random = probe_sublayers(self._task, self.world, self._feed.read)
         self._task.model.plainly_random.update(plainly_random)
         config = self.config

@@ -88,17 +88,21 @@ def test_a_program_of_the_page_on_gpipe_runs(
     exec(compile(program, "gpipe.md", "exec"), {"__name__": "__main__"})
 
 
-def test_the_page_on_own_models_is_a_program_that_prints_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("page", "num_lines"), [("docs/models.md", 2), ("docs/own-loop.md", 3)])
+def test_a_page_is_a_program_that_prints_what_it_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    page: str,
+    num_lines: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = "docs/own-models.md"
     exec(compile("\n".join(programs(page)), page, "exec"), {"__name__": "__main__"})
     blocks = re.findall(
         r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
     )
     promised = [line for kind, block in blocks if not kind for line in block.splitlines()]
-    assert len(promised) == 2
+    assert len(promised) == num_lines
     assert set(promised) <= set(capsys.readouterr().out.splitlines())
 
 

@@ -188,9 +188,9 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """Run the CPU's fused attention, which stands for all: equal in FLOPs and in what is kept."""
-    # What the CPU's fused attention does not take goes torch's own way.
-    is_uneven = value.shape[-1] != query.shape[-1]
-    if query.dim() != 4 or is_uneven or options.get("enable_gqa"):
+    # What no fused attention takes goes torch's own way. Heads that share their keys are taken.
+    is_learned = attn_mask is not None and attn_mask.requires_grad
+    if query.dim() != 4 or value.shape[-1] != query.shape[-1] or is_learned:
         return _SCALED_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     output: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale")
@@ -206,14 +206,6 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-_FLASH = "_scaled_dot_product_flash_attention"
-COUNTED_AS = {
-    getattr(_aten, f"{_FLASH}_for_cpu"): getattr(_aten, _FLASH),
-    getattr(_aten, f"{_FLASH}_for_cpu_backward"): getattr(_aten, f"{_FLASH}_backward"),
-}
-"""Operations that torch before 2.15 does not count, and the operations whose formulas fit."""
-
-
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the FLOPs of an operation that has run.
 
@@ -224,8 +216,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     # Ours first: torch has wrong formulas for some of these.
     if (formula := _FORMULAS.get(packet)) is not None:
         return formula(*args, **kwargs)
-    count = flop_registry.get(packet, flop_registry.get(COUNTED_AS.get(packet)))
-    if count is not None:
+    if (count := flop_registry.get(packet)) is not None:
         return int(count(*args, **kwargs, out_val=result))
     if func.namespace not in {"aten", "prims"}:
         raise NotImplementedError(
@@ -257,6 +248,20 @@ def _grouped_mm(left: Tensor, right: Tensor, *options: Any, **named: Any) -> int
     return 2 * groups * prod(left.shape[-2:]) * right.shape[-1]
 
 
+def _attended(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> int:
+    """Count each query head's two products, also where several share their keys and values."""
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _attended_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any
+) -> int:
+    """Count five products: the scores once more, and the gradients of scores and inputs."""
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
 def _mv(matrix: Tensor, vector: Tensor) -> int:
     return 2 * matrix.numel()
 
@@ -279,6 +284,8 @@ def _trilinear(*args: Any, **named: Any) -> int:
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.convolution_backward: _convolution_backward,
     _aten._grouped_mm: _grouped_mm,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attended,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attended_backward,
     _aten._trilinear: _trilinear,
     _aten.mv: _mv,
 }

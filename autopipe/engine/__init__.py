@@ -9,6 +9,7 @@ from autopipe.engine.current_micro_batch import (
     current_forward_pass,
     is_checkpointing,
     is_recomputing,
+    running,
 )
 from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork, run_program
 from autopipe.engine.graph_cut import Starts, cut, total_bytes
@@ -30,5 +31,5 @@ __all__ = [
     "ForwardPass", "Gradients", "Link", "Milestone", "Payload", "Peer", "ProcessLinkAbove",
     "ProcessLinkBelow", "Receiver", "RoutedLink", "Sender", "StageLinks", "StageReport",
     "StageRun", "StageWork", "Starts", "TensorSpec", "Watchdog", "current_forward_pass", "cut",
-    "is_checkpointing", "is_recomputing", "run_program", "total_bytes",
+    "is_checkpointing", "is_recomputing", "run_program", "running", "total_bytes",
 ]  # fmt: skip

@@ -79,7 +79,15 @@ def plan_as_pipedream(profile: Profile, request: PlanRequest) -> PipelinePlan:
     boundaries = (*(first + stage.begin for stage in stages), len(profile.sublayers))
     counts = request.micro_batches or range(step, 6 * step + 1, step)
     plans = [
-        predict(profile, request, boundaries=boundaries, num_micro_batches=count, schedule="1f1b")
+        predict(
+            profile,
+            request,
+            boundaries=boundaries,
+            num_micro_batches=count,
+            schedule="1f1b",
+            recomputes=recomputes,
+        )
+        for recomputes in request.recompute
         for count in counts
         if count <= request.samples_of(len(workers))
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import add
@@ -23,13 +23,17 @@ from autopipe.schedule import peak_in_flight, schedule_of
 class StepModel:
     """Price a step for any split, schedule and micro-batch sizes.
 
+    Args:
+        recomputes: whether active sublayers but the last run forward again in the backward.
     Raises:
         ValueError: nothing is left to train.
     """
 
-    def __init__(self, profile: Profile, request: PlanRequest) -> None:
+    def __init__(
+        self, profile: Profile, request: PlanRequest, *, recomputes: bool = False
+    ) -> None:
         num_frozen, costs = request.num_frozen, profile.sublayers
-        self.request, self._profile = request, profile
+        self.request, self._profile, self.recomputes = request, profile, recomputes
         self.first_active = profile.first_active(num_frozen)
         self.num_units = len(costs) - self.first_active
         if self.num_units == 0:
@@ -54,11 +58,22 @@ class StepModel:
         self._held = _cumulate(
             cost.parameter_bytes + cost.optimizer_bytes + cost.buffer_bytes for cost in active
         )
-        self._saved = _cumulate(cost.saved_bytes for cost in active)
-        self._copies = _cumulate(cost.copy_bytes for cost in active)
         below = frozen[-1].output_bytes if frozen else 0.0
         self._boundary_bytes = [below, *(cost.output_bytes for cost in active)]
+        self._active, last = active, len(active) - 1
+        self._repeats = [
+            cost.recomputes or (recomputes and unit < last) for unit, cost in enumerate(active)
+        ]
+        kept = [
+            (below, 0) if repeats else (cost.saved_bytes, cost.copy_bytes)
+            for cost, repeats, below in zip(
+                active, self._repeats, self._boundary_bytes, strict=False
+            )
+        ]
+        self._saved = _cumulate(saved for saved, _ in kept)
+        self._copies = _cumulate(copies for _, copies in kept)
         self._work: dict[int, tuple[list[float], list[float]]] = {}
+        self._most_again: dict[int, list[list[float]]] = {}
 
     def work_s(self, sizes: tuple[int, ...], length: int) -> PartCost:
         """Return the function that prices a step's computing of each worker of a stage."""
@@ -100,6 +115,8 @@ class StepModel:
         - weights, gradients, optimizer state, and the buckets in which replicas sum gradients;
         - for every micro-batch in flight, what autograd saves (cast weights included) and the
           activations at the stage's two ends;
+        - of sublayers that run forward again, their inputs instead, and for one micro-batch what
+          autograd saves of the largest;
         - on stage 0 also the frozen weights, and the memory to run them.
 
         In a transition a round of arriving bytes replaces gradients and activations. Host memory
@@ -114,24 +131,51 @@ class StepModel:
             # The prefix runs for the whole step at once; its outputs wait for their micro-batch.
             prefix_run += sum(sizes) / workers[0] * self._boundary_bytes[0]
 
+        again_bytes = self._again_bytes(max(sizes))
+
         def cost(part: int, first: int, last: int) -> float:
             held = self._held[last] - self._held[first] + (0 if part else self._prefix_bytes)
             copies = 2 if num_replicas * workers[part] > 1 else 1
             per_sample = (
                 self._saved[last]
                 - self._saved[first]
-                + self._boundary_bytes[first]
+                # Of a first sublayer that runs again, the input is counted already.
+                + (0.0 if self._repeats[first] else self._boundary_bytes[first])
                 + self._boundary_bytes[last]
             )
             training = (
                 copies * (self._gradients[last] - self._gradients[first])
                 + num_samples[part] * per_sample
                 + in_flight[part] * (self._copies[last] - self._copies[first])
+                + again_bytes(first, last)
                 + (0 if part else prefix_run)
             )
             return math.ceil(held + max(training, min(held, self._round_bytes)))
 
         return cost
+
+    def _again_bytes(self, size: int) -> Callable[[int, int], float]:
+        """Return what tells the bytes that the forwards of a stage take while they run again."""
+        if not any(self._repeats):
+            return lambda first, last: 0.0
+        if size not in self._most_again:
+            one = [size * cost.saved_bytes + cost.copy_bytes for cost in self._active]
+            again = [
+                need if repeats else 0.0 for need, repeats in zip(one, self._repeats, strict=True)
+            ]
+            # The largest of units first .. first + n.
+            self._most_again[size] = [
+                list(accumulate(again[first:], max)) for first in range(len(again))
+            ]
+        most, top = self._most_again[size], self._active[-1]
+        # What the last sublayer has saved is freed before the first forward runs again.
+        freed = 0.0 if self._repeats[-1] else size * top.saved_bytes + top.copy_bytes
+
+        def extra(first: int, last: int) -> float:
+            ends = last == self.num_units
+            return max(0.0, most[first][last - first - 1] - (freed if ends else 0.0))
+
+        return extra
 
     def step_s(
         self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]
@@ -245,10 +289,16 @@ class StepModel:
         if size not in self._work:
             profile = self._profile
             active = range(self.first_active, len(profile.sublayers))
-            self._work[size] = (
-                _cumulate(profile.forward_s(index, size) for index in active),
-                _cumulate(profile.backward_s(index, size) for index in active),
-            )
+            forward = [profile.forward_s(index, size) for index in active]
+            # Measured backwards of a sublayer that repeats its forward itself contain it.
+            again = [
+                seconds if repeats and not cost.recomputes else 0.0
+                for seconds, repeats, cost in zip(
+                    forward, self._repeats, self._active, strict=True
+                )
+            ]
+            backward = [profile.backward_s(index, size) for index in active]
+            self._work[size] = _cumulate(forward), _cumulate(map(add, backward, again))
         return self._work[size]
 
 

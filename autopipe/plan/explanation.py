@@ -1,8 +1,9 @@
 """Explain a plan: where its step's time goes, what each stage does, and what else was possible.
 
-A step's time is the sum of its parts. Compute is a stage's mean work; bubble is its mean wait for
-others' work. Reading is stage 0's wait for rows that are read ahead, and is split off first. Each
-other part is the time that the step would save if the part cost nothing.
+A step's time is the sum of its parts. Compute is a stage's mean work, and recompute what it does
+again. Bubble is its mean wait for others' work. Reading is stage 0's wait for rows that are read
+ahead, and is split off first. Each other part is the time that the step would save if the part
+cost nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class StepParts:
     update_s: float
     overhead_s: float
     reading_s: float = 0.0
+    recompute_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,28 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
     # Each part comes from pricing the plan once more on a profile where the part is free.
     unsummed = replace(profile, all_reduce=RingCost(_NO_LINK, _NO_LINK))
     simulation = simulate_plan(profile, request, plan)
-    unlinked = simulate_plan(replace(profile, link=_NO_LINK, node_link=_NO_LINK), request, plan)
-    compute_s = sum(unlinked.busy_s) / len(unlinked.busy_s)
+    unlinked_profile = replace(profile, link=_NO_LINK, node_link=_NO_LINK)
+    unlinked = simulate_plan(unlinked_profile, request, plan)
+    busy_s = _mean(unlinked.busy_s)
+    once = replace(plan, recomputes=False)
+    compute_s = busy_s
+    if plan.recomputes:
+        compute_s = _mean(simulate_plan(unlinked_profile, request, once).busy_s)
     parts = StepParts(
         compute_s=compute_s,
-        bubble_s=unlinked.step_s - compute_s,
+        bubble_s=unlinked.step_s - busy_s,
         transfer_s=simulation.step_s - unlinked.step_s,
         all_reduce_s=_saved_s(unsummed, request, plan),
         update_s=_saved_s(replace(profile, optimizer_s_per_byte=0.0), request, plan),
         overhead_s=_saved_s(replace(profile, step_overhead_s=0.0), request, plan),
         reading_s=whole.predicted_step_s - plan.predicted_step_s,
+        recompute_s=busy_s - compute_s,
     )
     return ExplainedPlan(whole, parts, simulation, request.workers_of(plan.length))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
@@ -103,6 +115,7 @@ def _step_s(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> float
         boundaries=plan.boundaries,
         num_micro_batches=plan.num_micro_batches,
         schedule=plan.schedule,
+        recomputes=plan.recomputes,
     ).predicted_step_s
 
 

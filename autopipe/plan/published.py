@@ -7,14 +7,14 @@ algorithm disagree, or our engine needs more:
 - compress at `<=` as in the text, not at the algorithm's `<`;
 - count frozen parameters, at lambda = 1/6 on partition 0; the printed algorithm never adds them;
 - give each stage at least one sublayer, where the greedy balance may leave stages empty;
-- take another M if the table's best does not fit the memory.
+- take another M if the table's best does not fit the memory, and recompute if none does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -50,8 +50,8 @@ def plan_as_published(
     boundaries = published_split(profile, request.num_frozen, length, frozen_cost=frozen_cost)
     table = throughput_table(profile, request, length)
     limit, needed = request.memory_limit_bytes, []
-    for count in best_first(table):
-        plan = _gpipe(profile, request, boundaries, count)
+    for recomputes, count in product(request.recompute, best_first(table)):
+        plan = _gpipe(profile, request, boundaries, count, recomputes)
         if limit is None or max(plan.peak_bytes) <= limit:
             return plan
         needed.append(max(plan.peak_bytes))
@@ -63,10 +63,19 @@ def plan_as_published(
 
 
 def _gpipe(
-    profile: Profile, request: PlanRequest, boundaries: tuple[int, ...], count: int
+    profile: Profile,
+    request: PlanRequest,
+    boundaries: tuple[int, ...],
+    count: int,
+    recomputes: bool,
 ) -> PipelinePlan:
     return predict(
-        profile, request, boundaries=boundaries, num_micro_batches=count, schedule="gpipe"
+        profile,
+        request,
+        boundaries=boundaries,
+        num_micro_batches=count,
+        schedule="gpipe",
+        recomputes=recomputes,
     )
 
 
@@ -87,10 +96,9 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
     boundaries = published_split(profile, 0, length)
     # Nothing is frozen before training, and so nothing cached.
     at_first = replace(request, num_frozen=0, prefix_cached_s=None)
-    return {
-        count: request.global_batch / _gpipe(profile, at_first, boundaries, count).predicted_step_s
-        for count in counts
-    }
+    recomputes = request.recompute[0]
+    plans = {n: _gpipe(profile, at_first, boundaries, n, recomputes) for n in counts}
+    return {n: request.global_batch / plan.predicted_step_s for n, plan in plans.items()}
 
 
 def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table]:

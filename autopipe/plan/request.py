@@ -39,6 +39,8 @@ class PipelinePlan:
         peak_bytes: modelled bytes of each stage.
         fetch_s: the part of the step in which stage 0 gets the samples behind the frozen prefix,
             or waits for rows that are read ahead.
+        recomputes: whether active sublayers keep only their inputs, and run forward again in the
+            backward. The model's last sublayer keeps all: its backward mostly follows at once.
     """
 
     length: int
@@ -48,6 +50,12 @@ class PipelinePlan:
     predicted_step_s: float
     peak_bytes: tuple[int, ...]
     fetch_s: float = 0.0
+    recomputes: bool = False
+
+    @property
+    def manner(self) -> str:
+        """Name the schedule, and say whether forwards run again."""
+        return f"{self.schedule}, recomputed" if self.recomputes else self.schedule
 
     @property
     def training_s(self) -> float:
@@ -91,9 +99,11 @@ class PlanRequest:
         micro_batch_size: samples of every micro-batch but a batch's last, which sets their number;
             None leaves the number open.
         schedules: schedules to consider; the earlier one wins a tie.
+        recompute: whether plans may recompute activations: (False,), (True,), or (False, True),
+            where they may if the memory excludes the fastest split without.
     Raises:
-        ValueError: a count is out of range, a length does not fit the cluster, or a schedule is
-            unknown.
+        ValueError: a count is out of range, a length does not fit the cluster, a schedule is
+            unknown, or there is no choice of recomputing.
     """
 
     num_ranks: int
@@ -111,6 +121,7 @@ class PlanRequest:
     micro_batches: tuple[int, ...] | None = None
     micro_batch_size: int | None = None
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
+    recompute: tuple[bool, ...] = (False,)
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -144,6 +155,10 @@ class PlanRequest:
             raise ValueError(
                 f"schedules {list(self.schedules)} are not all known; choose from "
                 f"{list(SCHEDULES)}"
+            )
+        if self.recompute not in ((False,), (True,), (False, True)):
+            raise ValueError(
+                f"recompute is {self.recompute}; give (False,), (True,) or (False, True)"
             )
 
     def length_choices(self) -> tuple[tuple[int, ...], ...]:

@@ -42,14 +42,14 @@ def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     Raises:
         ValueError: no length or micro-batch count is possible, or nothing fits the memory.
     """
-    model = StepModel(profile, request)
     plans: list[PipelinePlan] = []
     fastest_s = near_s = math.inf
-    for candidate in sorted(_fitting(model), key=lambda candidate: candidate.least_s):
+    fitting = _fitting(profile, request)
+    for candidate in sorted(fitting, key=lambda candidate: candidate.least_s):
         # Lower bounds ascend, so all that follow are too slow as well: simulate no more.
         if candidate.least_s > near_s * AS_FAST:
             break
-        plans.append(plan := _plan(model, candidate))
+        plans.append(plan := _plan(candidate))
         if plan.predicted_step_s < fastest_s:
             fastest_s = plan.predicted_step_s
             low_s, high_s = step_range(profile, request, plan)
@@ -59,9 +59,11 @@ def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
         needs = max(least.peak_bytes)
         raise ValueError(
             f"no plan fits memory_limit_bytes = {request.memory_limit_bytes}: the smallest, "
-            f"{least.length} stages x {least.num_micro_batches} micro-batches ({least.schedule}), "
+            f"{least.length} stages x {least.num_micro_batches} micro-batches ({least.manner}), "
             f"needs {needs} bytes on stage {least.peak_bytes.index(needs)}; raise the limit, "
-            f"lower the global batch, add device slots or freeze more layers"
+            f"lower the global batch, add device slots"
+            f"{'' if True in request.recompute else ', recompute activations'} or freeze more "
+            "layers"
         )
     lengths = sorted({plan.length for plan in plans if plan.predicted_step_s <= near_s})
     return [
@@ -74,7 +76,11 @@ def _plainest(plans: Sequence[PipelinePlan], schedules: Sequence[str]) -> Pipeli
     fastest_s = min(plan.predicted_step_s for plan in plans)
     return min(
         (plan for plan in plans if plan.predicted_step_s <= fastest_s * AS_FAST),
-        key=lambda plan: (plan.num_micro_batches, schedules.index(plan.schedule)),
+        key=lambda plan: (
+            plan.recomputes,
+            plan.num_micro_batches,
+            schedules.index(plan.schedule),
+        ),
     )
 
 
@@ -93,8 +99,7 @@ def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     Raises:
         ValueError: no length or micro-batch count is possible.
     """
-    model = StepModel(profile, request)
-    plans = [_plan(model, candidate) for candidate in _fitting(model)]
+    plans = [_plan(candidate) for candidate in _fitting(profile, request)]
     return sorted(plans, key=lambda plan: plan.predicted_step_s)
 
 
@@ -105,9 +110,12 @@ def predict(
     boundaries: tuple[int, ...],
     num_micro_batches: int,
     schedule: str,
+    recomputes: bool = False,
 ) -> PipelinePlan:
     """Predict one pipeline, whether it fits the memory or not.
 
+    Args:
+        boundaries, num_micro_batches, schedule, recomputes: as in `PipelinePlan`.
     Raises:
         ValueError: the boundaries do not cover the active sublayers, or the cluster or the batch
             does not allow the length or the micro-batch count.
@@ -119,7 +127,7 @@ def predict(
         micro_batches=(num_micro_batches,),
         schedules=(schedule,),
     )
-    model = StepModel(profile, only)
+    model = StepModel(profile, only, recomputes=recomputes)
     split = tuple(boundary - model.first_active for boundary in boundaries)
     if (split[0], split[-1]) != (0, model.num_units) or any(a >= b for a, b in pairwise(split)):
         raise ValueError(
@@ -128,7 +136,7 @@ def predict(
             f"layers leave active"
         )
     ((_, sizes),) = _shapes(model, (len(split) - 1,))
-    return _plan(model, _Candidate(sizes, schedule, split, least_s=0.0))
+    return _plan(_Candidate(model, sizes, schedule, split, least_s=0.0))
 
 
 def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Simulation:
@@ -150,7 +158,7 @@ def _opened(
     profile: Profile, request: PlanRequest, plan: PipelinePlan
 ) -> tuple[StepModel, tuple[int, ...], tuple[int, ...]]:
     """Return the model for a plan, its micro-batches' sizes, and its split of active sublayers."""
-    model = StepModel(profile, request)
+    model = StepModel(profile, request, recomputes=plan.recomputes)
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
     return model, sizes, tuple(boundary - model.first_active for boundary in plan.boundaries)
 
@@ -161,7 +169,8 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
     Raises:
         ValueError: no length or micro-batch count is possible.
     """
-    model = StepModel(profile, request)
+    # Recomputing saves memory wherever it is allowed.
+    model = StepModel(profile, request, recomputes=request.recompute[-1])
     smallest: tuple[float, _Candidate] | None = None
     for length, sizes in chain.from_iterable(_possible_shapes(model)):
         for schedule in request.schedules_of(length):
@@ -171,15 +180,16 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
             assert split is not None, "without a limit every shape can be split"
             needs = max(per_part(num_bytes, split))
             if smallest is None or needs < smallest[0]:
-                smallest = needs, _Candidate(sizes, schedule, split, least_s=0.0)
+                smallest = needs, _Candidate(model, sizes, schedule, split, least_s=0.0)
     assert smallest is not None, "there is at least one shape"
-    return _plan(model, smallest[1])
+    return _plan(smallest[1])
 
 
 @dataclass(frozen=True)
 class _Candidate:
     """Hold a possible plan; its step takes at least `least_s`."""
 
+    model: StepModel
     sizes: tuple[int, ...]
     schedule: str
     split: tuple[int, ...]
@@ -241,52 +251,76 @@ def _micro_batch_counts(num_workers: int, num_samples: int) -> list[int]:
     return sorted({*powers, *range(num_workers, most + 1, num_workers)})
 
 
-def _fitting(model: StepModel) -> list[_Candidate]:
+def _fitting(profile: Profile, request: PlanRequest) -> list[_Candidate]:
     """Return the candidates of the first choice of lengths that has any."""
-    by_choice = (list(_split_all(model, shapes)) for shapes in _possible_shapes(model))
+    models = [StepModel(profile, request, recomputes=one) for one in request.recompute]
+    by_choice = (list(_split_all(models, shapes)) for shapes in _possible_shapes(models[0]))
     return next(filter(None, by_choice), [])
 
 
 def _split_all(
-    model: StepModel, shapes: list[tuple[int, tuple[int, ...]]]
+    models: Sequence[StepModel], shapes: list[tuple[int, tuple[int, ...]]]
 ) -> Iterator[_Candidate]:
-    """Split every shape so that its slowest stage is fastest, among the splits that fit."""
-    request, limit = model.request, model.request.memory_limit_bytes
-    has_single_stage = False
+    """Split every shape so that its slowest stage is fastest, among the splits that fit.
+
+    Args:
+        models: a later one, which recomputes, counts where the memory limits an earlier one.
+    """
+    has_single_stage = set[StepModel]()
     for length, sizes in shapes:
-        # A single stage has no bubble to fill: the fewest micro-batches that fit are enough.
-        if length == 1 and has_single_stage and request.micro_batches is None:
-            continue
-        work_s = model.work_s(sizes, length)
-        # The same for all schedules, and most often it fits the memory.
-        unlimited = best_split(model.num_units, length, work_s)
-        assert unlimited is not None, "without a limit every shape can be split"
-        for schedule in request.schedules_of(length):
-            split: tuple[int, ...] | None = unlimited
-            if limit is not None:
-                num_bytes = model.stage_bytes(sizes, length, schedule)
-                if max(per_part(num_bytes, unlimited)) > limit:
-                    split = best_split(
-                        model.num_units,
-                        length,
-                        work_s,
-                        feasible=partial(_within, num_bytes, limit),
-                    )
-            if split is not None:
-                has_single_stage |= length == 1
-                yield _Candidate(sizes, schedule, split, model.least_step_s(sizes, split))
+        for model in models:
+            # A single stage has no bubble to fill: the fewest micro-batches that fit are enough.
+            open_counts = model.request.micro_batches is None
+            if length == 1 and model in has_single_stage and open_counts:
+                break
+            found, is_limited = _split(model, sizes, length)
+            yield from found
+            if length == 1 and found:
+                has_single_stage.add(model)
+            if not is_limited:
+                break
+
+
+def _split(model: StepModel, sizes: tuple[int, ...], length: int) -> tuple[list[_Candidate], bool]:
+    """Split a shape for each schedule; tell whether memory keeps all from the fastest split."""
+    work_s, limit = model.work_s(sizes, length), model.request.memory_limit_bytes
+    # The same for all schedules, and most often it fits the memory.
+    unlimited = best_split(model.num_units, length, work_s)
+    assert unlimited is not None, "without a limit every shape can be split"
+    found, is_limited = [], True
+    for schedule in model.request.schedules_of(length):
+        split: tuple[int, ...] | None = unlimited
+        num_bytes = model.stage_bytes(sizes, length, schedule)
+        if limit is None or max(per_part(num_bytes, unlimited)) <= limit:
+            is_limited = False
+        else:
+            split = best_split(
+                model.num_units, length, work_s, feasible=partial(_within, num_bytes, limit)
+            )
+        if split is not None:
+            least_s = model.least_step_s(sizes, split)
+            found.append(_Candidate(model, sizes, schedule, split, least_s))
+    return found, is_limited
 
 
 def _within(num_bytes: PartCost, limit: int, part: int, first: int, last: int) -> bool:
     return num_bytes(part, first, last) <= limit
 
 
-def _plan(model: StepModel, candidate: _Candidate) -> PipelinePlan:
-    sizes, split, name = candidate.sizes, candidate.split, candidate.schedule
+def _plan(candidate: _Candidate) -> PipelinePlan:
+    model, sizes = candidate.model, candidate.sizes
+    split, name = candidate.split, candidate.schedule
     length = len(split) - 1
     peak_bytes = per_part(model.stage_bytes(sizes, length, name), split)
     step_s, fetch_s = model.step_s(name, sizes, split)
     boundaries = tuple(model.first_active + unit for unit in split)
     return PipelinePlan(
-        length, boundaries, len(sizes), name, step_s, tuple(map(int, peak_bytes)), fetch_s
+        length,
+        boundaries,
+        len(sizes),
+        name,
+        step_s,
+        tuple(map(int, peak_bytes)),
+        fetch_s,
+        model.recomputes,
     )

@@ -11,6 +11,7 @@ from autopipe.profile.chain import (
     now_s,
     profile_sublayers,
     quartiles,
+    recomputes_itself,
     saved_storages,
     storages,
     time_rounds,
@@ -25,6 +26,6 @@ __all__ = [
     "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
     "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
-    "profile_sublayers", "quartiles", "read_graph", "saved_storages", "storages",
-    "time_rounds", "uncertainty", "unshared", "with_tuples",
+    "profile_sublayers", "quartiles", "read_graph", "recomputes_itself", "saved_storages",
+    "storages", "time_rounds", "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import sub
 from typing import Any
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from autopipe.profile.network import EXACT
 from autopipe.profile.profile import TIMES, SublayerCost
 
+_CHECKPOINTING = "gradient_checkpointing"
+"""The flag that transformers sets on modules."""
+
 
 @dataclass(frozen=True)
 class ProfiledSublayer:
@@ -25,12 +28,15 @@ class ProfiledSublayer:
     Args:
         layer: the layer that it freezes with; the number of layers for the head.
         call: takes the output of the sublayer below (None for the first) and the batch.
+        in_step: a context in which training steps run it. Times are taken in it; bytes, and the
+            share of the input's backward, are not.
     """
 
     name: str
     layer: int
     module: nn.Module
     call: Callable[[Tensor | None, Mapping[str, Tensor]], Tensor]
+    in_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
         """Call the sublayer.
@@ -108,11 +114,12 @@ def chain_bytes(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Count the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
-    copies = []
+    copies, repeats = [], []
 
     def counted(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, int]:
         dtypes: dict[int, torch.dtype] = {}
-        with saved_storages(dtypes) as saved:
+        repeats.append(recomputes_itself(sublayer.module))
+        with keeping_activations(sublayer.module), saved_storages(dtypes) as saved:
             output = sublayer.run(hidden, batch)
         held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
         # Weights that a graph saves are there anyway.
@@ -134,11 +141,30 @@ def chain_bytes(
             "saved_bytes": forward.measured / num_samples,
             "output_bytes": forward.output.nbytes / num_samples,
             "copy_bytes": copied,
+            "recomputes": repeated,
         }
-        for weights, beside, forward, copied in zip(
-            parameters, buffers, forwards, copies, strict=True
+        for weights, beside, forward, copied, repeated in zip(
+            parameters, buffers, forwards, copies, repeats, strict=True
         )
     ]
+
+
+def recomputes_itself(module: nn.Module) -> bool:
+    """Tell whether a module of transformers was asked to run forward again in the backward."""
+    return any(vars(part).get(_CHECKPOINTING) for part in module.modules())
+
+
+@contextmanager
+def keeping_activations(module: nn.Module) -> Iterator[None]:
+    """Have a module keep what it would compute again."""
+    parts = [part for part in module.modules() if vars(part).get(_CHECKPOINTING)]
+    try:
+        for part in parts:
+            setattr(part, _CHECKPOINTING, False)
+        yield
+    finally:
+        for part in parts:
+            setattr(part, _CHECKPOINTING, True)
 
 
 def _take_copies(
@@ -210,9 +236,12 @@ def time_chain(
     modules.train()
     # All forwards precede all backwards, as in a step. With only one sublayer's activations alive,
     # memory is warm, and times were about a tenth too short.
-    forwards = _run_chain(sublayers, timed)
-    forward_s = [forward.measured for forward in forwards]
-    backward_s = _time_backwards(forwards, device)
+    with ExitStack() as stack:
+        for sublayer in sublayers:
+            stack.enter_context(sublayer.in_step())
+        forwards = _run_chain(sublayers, timed)
+        forward_s = [forward.measured for forward in forwards]
+        backward_s = _time_backwards(forwards, device)
     modules.eval()
     with torch.no_grad():
         frozen_s = [forward.measured for forward in _run_chain(sublayers, timed)]

@@ -33,6 +33,8 @@ class SublayerCost:
         copy_bytes: parameters cast to another dtype, which autograd keeps per micro-batch.
         untouched_bytes: gradient bytes that replicas need not sum.
         spread: quartiles of its measured times, as shares of the medians (the times here).
+        recomputes: whether it keeps its input alone by itself. Then its backward's time contains
+            a forward, and its bytes are those while it runs backward.
     """
 
     name: str
@@ -50,6 +52,7 @@ class SublayerCost:
     copy_bytes: int = 0
     untouched_bytes: float = 0.0
     spread: tuple[float, float] = EXACT
+    recomputes: bool = False
 
     @property
     def backward_s(self) -> tuple[float, ...]:

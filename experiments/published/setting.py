@@ -60,5 +60,5 @@ def published_frozen(num_epochs: int = EPOCHS) -> tuple[int, ...]:
 def published_profile() -> Profile:
     """Model ViT-B/16 at 224 pixels on one of the published devices, in float32."""
     named = build_named(ModelChoice("vit_base_patch16_224"), device="meta")
-    profile = modelled_profile(profiled(named.model), named.sample, CLUSTER)
+    profile = modelled_profile(profiled(named), named.sample, CLUSTER)
     return replace(profile, optimizer_s_per_byte=_SGD_PASSES / CLUSTER.memory_bytes_per_s)

@@ -3,15 +3,20 @@
 model         files                           loaded by
 transformers  config.json, model.safetensors  from_pretrained(folder)
 timm          config.json, model.safetensors  create_model("local-dir:folder", pretrained=True)
+peft          adapter_config.json,            PeftModel.from_pretrained(base, folder)
+              adapter_model.safetensors
 another       model.safetensors               load_state_dict
+
+A checkpoint of a peft model is exported as of another: base and adapters in one file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, final
 
@@ -21,11 +26,12 @@ from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint
 from pipetransformer.checkpoint.resume import CHECKPOINTS, open_latest
 from pipetransformer.durable_files import replace_file, replace_tensors
 from pipetransformer.elastic import WEIGHTS, split_shard_name
-from pipetransformer.model import qualified_name
+from pipetransformer.model import qualified_name, unwrapped
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 _PRETRAINED_MODEL = "transformers.modeling_utils.PreTrainedModel"
+_PEFT_MODEL = "peft.peft_model.PeftModel"
 _TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
 
 
@@ -34,6 +40,8 @@ def write_model_folder(
 ) -> None:
     """Write a model with the weights of a state; its own may be missing.
 
+    Of a peft model, or where transformers has added adapters, these are written alone.
+
     Args:
         folder: created if missing.
         processing_class: a tokenizer or a processor to save beside it, or None.
@@ -41,8 +49,8 @@ def write_model_folder(
         OSError: the disk is full, or nothing may be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if _is_a(model, _PRETRAINED_MODEL):
-        _write_transformers(model, state, folder)
+    if _is_a(model, _PRETRAINED_MODEL) or _is_a(model, _PEFT_MODEL):
+        _write_by_library(model, state, folder)
     else:
         replace_tensors(folder / WEIGHTS_FILE, state)
         if description := _describe_timm(model):
@@ -76,15 +84,42 @@ def _is_a(model: nn.Module, name: str) -> bool:
     return any(qualified_name(kind) == name for kind in type(model).__mro__)
 
 
-def _write_transformers(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    model.save_pretrained(folder, state_dict=dict(state))
-    mode = (folder / CONFIG_FILE).stat().st_mode
-    for path in folder.glob("*.safetensors"):
-        path.chmod(mode)  # safetensors lets nobody but its owner read a file.
+def _write_by_library(model: Any, state: Mapping[str, Tensor], folder: Path) -> None:
+    if _is_a(model, _PEFT_MODEL):
+        # What no forward reads, such as another adapter's head, is in no checkpoint.
+        held = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+        state = {**held, **state}
+    with _prompts_of(model, state):
+        model.save_pretrained(folder, state_dict=dict(state))
+    # Adapters with a name of their own have a folder of it.
+    for config in (*folder.glob(f"*{CONFIG_FILE}"), *folder.glob(f"*/adapter_{CONFIG_FILE}")):
+        for path in config.parent.glob("*.safetensors"):
+            path.chmod(config.stat().st_mode)  # safetensors lets nobody but its owner read a file.
+
+
+@contextmanager
+def _prompts_of(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have a tuned prompt be a state's within the block: peft reads it from the model itself."""
+    name = "prompt_encoder"
+    live = model._modules.get(name)
+    if live is None:
+        yield
+        return
+    start = f"{name}."
+    saved = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
+    prompts = deepcopy(live)
+    prompts.load_state_dict(saved, assign=True)
+    try:
+        model._modules[name] = prompts
+        yield
+    finally:
+        model._modules[name] = live
 
 
 def _describe_timm(model: Any) -> str:
     """Return the config.json of a model that timm's factory built, "" for another model."""
+    if unwrapped(model) is not model:  # Peft's answers for the model within, whose names differ.
+        return ""
     description: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     if "architecture" not in description:
         return ""

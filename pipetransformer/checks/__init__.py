@@ -14,8 +14,10 @@ verified_steps   a plain loop beside pipelines, on all ranks
 from pipetransformer.checks.model_checks import (
     describe_task,
     rate_of_layer,
+    refuse_untrained,
     warn_of_full_float32,
     warn_of_low_weights,
+    warn_of_tied_weights,
 )
 from pipetransformer.checks.optimizer_trial import try_optimizer
 from pipetransformer.checks.rank_checks import refuse_differing_ranks
@@ -26,11 +28,11 @@ from pipetransformer.checks.run_checks import (
     warn_of_large_batch,
 )
 from pipetransformer.checks.sublayer_probe import probe_evaluation, probe_sublayers
-from pipetransformer.checks.verification import Verification, verify
+from pipetransformer.checks.verification import Verification, verify, verify_recorded
 
 __all__ = [
     "Verification", "check_selection", "check_world", "describe_task", "probe_evaluation",
     "probe_sublayers", "rate_of_layer", "refuse_differing_ranks",
-    "refuse_surroundings", "try_optimizer", "verify", "warn_of_full_float32",
-    "warn_of_large_batch", "warn_of_low_weights",
+    "refuse_surroundings", "refuse_untrained", "try_optimizer", "verify", "verify_recorded",
+    "warn_of_full_float32", "warn_of_large_batch", "warn_of_low_weights", "warn_of_tied_weights",
 ]  # fmt: skip

@@ -58,7 +58,9 @@ def describe_task(
     signals = policy.signals | set(config.signals) | {"gradient_norm"}
     if world_size() > 1:
         _refuse_captured(loss, layered.model)
-    return Task(layered, loss, optimizer, config, trainable, signals), traits
+    task = Task(layered, loss, optimizer, config, trainable, signals)
+    task.compiled(())  # Refuses an unknown backend.
+    return task, traits
 
 
 def rate_of_layer(
@@ -114,8 +116,9 @@ def _refuse_parameters(model: nn.Module) -> None:
         if type(parameter) is not nn.Parameter:
             raise ValueError(
                 f"parameter {name!r} is a {type(parameter).__name__}, and would be a plain "
-                "Parameter where it moves; initialise lazy modules with one forward, and replace "
-                "special parameters by plain ones"
+                "Parameter where it moves; initialise lazy modules with one forward, load a "
+                "quantized model without quantization_config, and replace other special "
+                "parameters by plain ones"
             )
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(
@@ -205,6 +208,16 @@ def _refuse_module_hooks(model: LayeredModel) -> None:
             )
 
 
+def refuse_untrained(task: Task) -> None:
+    """Raise a ValueError for a model of which no parameter trains: no step would change it."""
+    if not task.trainable:
+        raise ValueError(
+            f"no parameter of this {type(task.model.model).__name__} needs a gradient: call "
+            "requires_grad_() on what is to be trained. Adapters of peft are loaded to train with "
+            "is_trainable=True, and must not be disabled"
+        )
+
+
 def warn_of_low_weights(model: nn.Module) -> None:
     """Say that weights which are trained in low precision lose small updates."""
     low = {
@@ -222,6 +235,18 @@ def warn_of_low_weights(model: nn.Module) -> None:
             len(low) - 1,
             dtype,
             torch.finfo(dtype).eps / 2,
+        )
+
+
+def warn_of_tied_weights(task: Task) -> None:
+    """Say that frozen layers are not cached where a tied tensor of theirs goes on training."""
+    if task.prefix_depth(1) == 0:
+        name = min(task.model.shared_above(1) & task.trainable)
+        _LOGGER.warning(
+            "no cache: %r is tied to the head and goes on training, so that what frozen layers "
+            "make of it changes with every step. tied_weights='freeze' freezes it with layer 0, "
+            "'untie' gives the head a copy",
+            name,
         )
 
 

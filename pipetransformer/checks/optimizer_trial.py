@@ -62,7 +62,7 @@ def try_optimizer(
         _Trial(factory, shapes, device, is_part=False)
         for name in names:
             _Trial(factory, {name: shapes[name]}, device)
-        for part in (names[:middle], names[middle:]):
+        for part in filter(None, (names[:middle], names[middle:])):
             loud = set(names) - set(part)
             whole = _Trial(factory, shapes, device, loud).run(_STEPS)
             alone = _Trial(factory, {name: shapes[name] for name in part}, device).run(_STEPS)

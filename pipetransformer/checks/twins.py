@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autopipe.loss import LossFunction
+from autopipe.loss import LossFunction, LossValue
 from pipetransformer.feed import Batch
-from pipetransformer.model import LayeredModel, named_tensors, output_of
+from pipetransformer.model import LayeredModel, named_tensors, output_of, unwrapped
 
 _CHANCES = ("p", "prob", "drop_prob", "drop_rate", "dropout_prob", "dropout_rate", "rate")
 """Names under which modules that only drop keep their probability."""
-_DROPOUTS = ("dropout", "dropout_p", "attention_dropout", "attn_dropout", "attn_drop")
-"""Names under which other modules keep the probability with which they drop."""
+_DROPOUT = "drop"
+"""What the names have in common under which other modules keep theirs."""
 
 
 def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
@@ -32,15 +33,34 @@ def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
         # deepcopy loses a parameter's attributes, at which an optimizer may look.
         vars(twin.tensor(name)).update(vars(tensor))
     twin.convert(dtype)
-    # A sublayer's module may be none of the model's own.
-    roots = [twin.model, *(sublayer.module for sublayer in twin.sublayers)]
-    for module in chain.from_iterable(root.modules() for root in roots):
-        only_drops = "drop" in type(module).__name__.lower()
-        for name in _CHANCES if only_drops else _DROPOUTS:
-            chance = vars(module).get(name)
-            if isinstance(chance, float) and 0 < chance < 1:
-                setattr(module, name, 0.0)
+    for module, name, _ in list(_chances(twin)):
+        setattr(module, name, 0.0)
     return twin
+
+
+@contextmanager
+def without_dropout(model: LayeredModel) -> Iterator[None]:
+    """Have a model drop nothing within the block."""
+    found = list(_chances(model))
+    try:
+        for module, name, _ in found:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, chance in found:
+            setattr(module, name, chance)
+
+
+def _chances(model: LayeredModel) -> Iterator[tuple[nn.Module, str, float]]:
+    """Yield what drops, and with which probability under which attribute."""
+    # A sublayer's module may be none of the model's own.
+    roots = [model.model, *(sublayer.module for sublayer in model.sublayers)]
+    for module in dict.fromkeys(chain.from_iterable(root.modules() for root in roots)):
+        only_drops = "drop" in type(module).__name__.lower()
+        for name, chance in vars(module).items():
+            is_chance = name in _CHANCES if only_drops else _DROPOUT in name
+            if is_chance and isinstance(chance, float) and 0 < chance < 1:
+                yield module, name, chance
 
 
 def converted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> Batch:
@@ -63,21 +83,26 @@ class OwnForward:
         """Return (output, mean loss)."""
         model = self.model
         sides = model.sides_of(0, len(model.sublayers))
-        keywords = {n: batch[n] for n in (*model.inputs[1:], *sides) if n in batch}
-        first = batch[model.inputs[0]]
-        kinds = type(model.model).__mro__
+        keywords = {n: batch[n] for n in (*model.inputs, *sides) if n in batch}
+        # A recorded model's inputs have its forward's names; others' go in by position.
+        first = () if model.is_recorded else (keywords.pop(model.inputs[0]),)
+        kinds = type(unwrapped(model.model)).__mro__
         is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in kinds)
         answers_loss = self.loss_fn is None and is_of_transformers
         if answers_loss:
             keywords |= {name: batch[name] for name in model.targets}
-        answer = model.model(first, **keywords)
+        answer = model.model(*first, **keywords)
         output = output_of(answer)
         if answers_loss and answer.loss is not None:
             return output, answer.loss
         loss_fn = self.loss_fn or model.loss_fn
         assert loss_fn is not None, "choose_loss has found one"
-        value = loss_fn(output, model.targets_of(batch))
-        return output, value[0] / value[1] if isinstance(value, tuple) else value
+        return output, mean_loss(loss_fn(output, model.targets_of(batch)))
+
+
+def mean_loss(value: LossValue) -> Tensor:
+    """Return a loss's mean."""
+    return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 _ALLOWED = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-6, 1e-4)}
@@ -89,7 +114,7 @@ def find_gap(one: Tensor, other: Tensor, dtype: torch.dtype, *, scale: float = 0
     """Say how two tensors differ: in shape, by more than rounding, or by a NaN; "" if not.
 
     Args:
-        dtype: the twin's, float64 or float32; it may not be the tensors' own.
+        dtype: the coarsest that the twin computes in, float64 or float32.
         scale: of what the tensors are a part; the relative limit goes by it, or by their largest.
     """
     if one.shape != other.shape:
@@ -97,7 +122,7 @@ def find_gap(one: Tensor, other: Tensor, dtype: torch.dtype, *, scale: float = 0
     if one.numel() == 0:
         return ""
     absolute, relative = _ALLOWED[dtype]
-    largest = float(other.abs().max())
+    largest = float(other.double().abs().max())
     difference = float((one.double() - other.double()).abs().max())
     # A NaN fails this comparison, and so is a difference.
     if difference <= absolute + relative * max(largest, scale):

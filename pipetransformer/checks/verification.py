@@ -8,7 +8,7 @@ the model's forward; a sublayer, or a loss, that depends on how a batch is split
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,11 +18,18 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.loss import Loss, LossFunction, refuse_split
-from pipetransformer.checks.twins import OwnForward, converted, find_gap, make_twin
+from pipetransformer.checks.twins import (
+    OwnForward,
+    converted,
+    find_gap,
+    make_twin,
+    mean_loss,
+    without_dropout,
+)
 from pipetransformer.checks.verified_steps import compare_steps
 from pipetransformer.errors import VerificationError
 from pipetransformer.feed import Batch, find_changed, part_of
-from pipetransformer.model import LayeredModel, Task, named_tensors
+from pipetransformer.model import WAYS_OUT, LayeredModel, Task, named_tensors
 from pipetransformer.processes import World, told_by_rank_0
 
 _LOGGER = logging.getLogger(__name__)
@@ -57,11 +64,12 @@ def verify(
     num_samples = min(len(entry) for entry in batch.values())
     if num_samples < 2:
         raise ValueError(f"a batch of {num_samples} samples cannot be split; give two or more")
-    name, outcome = told_by_rank_0(
+    computed, compared, outcome = told_by_rank_0(
         lambda: _verify_locally(task, model, loss_fn, batch), group=world.group
     )
     if not outcome:
-        dtype: torch.dtype = getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, computed)
+        limits: torch.dtype = getattr(torch, compared)
         own = OwnForward(make_twin(model, dtype), loss_fn) if world.is_main else None
         twin = replace(
             task,
@@ -75,41 +83,133 @@ def verify(
                 collate_fn=None,  # The batch is collated.
                 num_workers=0,
                 precision=None,
+                # Graphs of a twin in float64 would take long, and are not those of the run.
+                compile=False,
+                compile_backend="inductor",
+                compile_mode=None,
             ),
         )
-        outcome = compare_steps(twin, world, own=own, batch=converted(batch, dtype), dtype=dtype)
+        try:
+            outcome = compare_steps(
+                twin, world, own=own, batch=converted(batch, dtype), dtype=limits
+            )
+        except RuntimeError as error:
+            if world.size > 1:  # Other ranks wait elsewhere.
+                raise
+            outcome = f"it cannot be trained in parts: {error}"
     if outcome:
         raise VerificationError(outcome)
     num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
-    return Verification(name, num_samples, num_tensors)
+    return Verification(compared, num_samples, num_tensors)
+
+
+def verify_recorded(
+    task: Task, world: World, *, loss_fn: LossFunction | None, read: Callable[[], Batch]
+) -> str:
+    """Compare a model that is known by a recording alone with its own forward. Collective.
+
+    Its outputs, its loss and every gradient are compared on two samples, on rank 0, without
+    dropout. Both run the same kernels on the same weights, so they are mostly equal bit by bit:
+    no copy of the model is needed. Where they are not, twins in float64 decide.
+
+    Returns:
+        how they were found equal; "" for a model that was written down by hand.
+    Raises:
+        ValueError: on every rank: they differ.
+    """
+    if not task.model.is_recorded:
+        return ""
+
+    def run() -> str:
+        batch = read()
+        if _are_same_bits(task, batch):
+            return "bit by bit"
+        _, dtype, found = _verify_locally(task, task.model, loss_fn, batch)
+        if found:
+            raise ValueError(
+                f"this {type(task.model.model).__name__} cannot be trained in parts: {found}. "
+                f"{WAYS_OUT}"
+            )
+        return f"in {dtype}"
+
+    return told_by_rank_0(run, group=world.group)
+
+
+def _are_same_bits(task: Task, batch: Batch) -> bool:
+    """Tell whether a model's sublayers and its own forward have the same outputs and gradients."""
+    model = task.model
+    device = next(model.model.parameters()).device
+    batch = {name: entry.to(device) for name, entry in batch.items()}
+    parameters = [p for n, p in model.model.named_parameters() if n in task.trainable]
+    modes = {module: module.training for module in model.model.modules()}
+
+    try:
+        model.model.train()
+        with without_dropout(model):
+            # One loss for both: two ways to divide by a count may differ in the last bit.
+            expected, own_loss = OwnForward(model, task.loss_fn)(batch)
+            output = model.run(batch)
+            loss = mean_loss(task.loss_fn(output, model.targets_of(batch)))
+            theirs, ours = _gradients(own_loss, parameters), _gradients(loss, parameters)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    pairs = [(output, expected), *zip(ours, theirs, strict=True)]
+    return all(_same(one, other) for one, other in pairs)
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    if not loss.requires_grad:
+        return ()
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def _verify_locally(
     task: Task, model: LayeredModel, loss_fn: LossFunction | None, batch: Batch
 ) -> list[str]:
-    """Return the dtype that the model computes in, and what differs."""
+    """Return the twins' dtype, that whose rounding is allowed for, and what differs."""
     try:
-        dtype = _dtype_of(model, loss_fn, batch)
+        dtype, limits = _dtypes_of(model, loss_fn, batch)
         own = OwnForward(make_twin(model, dtype), loss_fn)
         own.model.model.train()
-        found = find_difference(own, task.loss_fn, converted(batch, dtype), dtype)
+        found = find_difference(own, task.loss_fn, converted(batch, dtype), limits)
     except Exception as error:
         # Returned, so that it becomes a VerificationError on every rank.
         _LOGGER.exception("the model's own forward could not be called")
-        return ["", f"the model's own forward could not be called: {error!r}"]
-    return [str(dtype).removeprefix("torch."), found]
+        return ["", "", f"the model's own forward could not be called: {error!r}"]
+    computed, compared = (str(one).removeprefix("torch.") for one in (dtype, limits))
+    return [computed, compared, found]
 
 
-def _dtype_of(model: LayeredModel, loss_fn: LossFunction | None, batch: Batch) -> torch.dtype:
-    """Return float64 where the model's forward takes it and goes through with it, else float32."""
+def _dtypes_of(
+    model: LayeredModel, loss_fn: LossFunction | None, batch: Batch
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype to compute in, and the coarsest in which the model computes a part then.
+
+    It is float64 where the model's forward goes through with it: what little is rounded to float32
+    moves the sums less, and updates do not make that larger.
+    """
     own = OwnForward(make_twin(model, torch.float64), loss_fn)
     try:
-        with torch.no_grad(), _Narrowing() as narrowing:
-            own(converted(batch, torch.float64))
+        with torch.enable_grad(), _Narrowing() as narrowing:
+            _, loss = own(converted(batch, torch.float64))
+        if loss.requires_grad:
+            loss.backward()
+        made = [loss, *(p.grad for p in own.model.model.parameters() if p.grad is not None)]
+        # Some masks are float32's least number, which overflows where it is multiplied.
+        why = "" if all(one.isfinite().all() for one in made) else "not all is finite"
     except RuntimeError as error:
-        _LOGGER.warning("the model does not compute in float64 (%s): float32 is compared", error)
-        return torch.float32
-    return torch.float32 if narrowing.is_found else torch.float64
+        why = str(error)
+    if why:
+        _LOGGER.warning("the model does not compute in float64 (%s): float32 is compared", why)
+        return torch.float32, torch.float32
+    return torch.float64, torch.float32 if narrowing.is_found else torch.float64
 
 
 class _Narrowing(TorchDispatchMode):

@@ -1,11 +1,14 @@
-"""Serve the command line: plan, report, score, export.
+"""Serve the command line: plan, verify, report, score, export.
 
-main ─┬─► plan_command ─► places, named_model ─► plan_answer, replicated_stages ─► plan_table
+main ─┬─► plan_command ─► places ─► plan_answer, replicated_stages ─► plan_table
+      ├─► verify_command ─► smaller_config
       └─► score
+places, verify_command ─► named_model ─► configured_model, lora, known_integers
 """
 
 from pipetransformer.cli.main import main
-from pipetransformer.cli.named_model import ModelChoice, build_named
+from pipetransformer.cli.model_choice import ModelChoice
+from pipetransformer.cli.named_model import build_named
 from pipetransformer.cli.places import Place, described_place, profiled
 from pipetransformer.cli.plan_answer import find_plan
 from pipetransformer.cli.plan_table import answers_text

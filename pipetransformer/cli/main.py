@@ -13,6 +13,7 @@ from pipetransformer import __version__
 from pipetransformer.checkpoint import add_export_parser
 from pipetransformer.cli.plan_command import add_plan_parser
 from pipetransformer.cli.score import add_score_parser
+from pipetransformer.cli.verify_command import add_verify_parser
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
 from pipetransformer.report import draw_folder, draw_freezing
 
@@ -26,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_plan_parser(
         commands.add_parser(
             "plan", help="say what pipeline a model would get, here or on a described cluster"
+        )
+    )
+    add_verify_parser(
+        commands.add_parser(
+            "verify", help="see whether a model trains here as its own forward does"
         )
     )
     report = commands.add_parser(

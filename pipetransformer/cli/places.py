@@ -12,16 +12,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.loss import Loss, choose_loss
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile, ProfiledSublayer
-from pipetransformer.cli.named_model import ModelChoice, NamedModel, build_named
+from pipetransformer.cli.known_integers import KnownIntegers
+from pipetransformer.cli.model_choice import ModelChoice
+from pipetransformer.cli.named_model import NamedModel, build, build_named
 from pipetransformer.config import TrainConfig, usual_prefix_chunk
 from pipetransformer.elastic import RowRates, complete_request
 from pipetransformer.measure import Measurements, measure
-from pipetransformer.model import LayeredModel, Task, adamw
+from pipetransformer.model import Task, adamw
 from pipetransformer.processes import connect, launch
 
 
@@ -34,6 +37,7 @@ class Place:
         memory_bytes: of a slot; None if it is not known.
         cache_bytes_per_s: rate of reading cached activations; None if it is not known.
         reads_ahead: whether they are read while the step before computes, as on a GPU.
+        assumed: what the model's name does not say, a sentence each.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Place:
     memory_bytes: int | None
     cache_bytes_per_s: float | None
     reads_ahead: bool = False
+    assumed: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -60,27 +65,41 @@ def described_place(choice: ModelChoice, cluster_file: str) -> Place:
     named = build_named(choice, device="meta")
     return Place(
         cluster.name,
-        modelled_profile(profiled(named.model), named.sample, cluster),
+        modelled_profile(profiled(named), named.sample, cluster),
         cluster.num_slots,
         cluster.slots_per_node,
         cluster.memory_bytes,
         cluster.cache_bytes_per_s,
         reads_ahead=True,
+        assumed=_assumed(named.assumed, named.sample),
     )
 
 
-def profiled(model: LayeredModel) -> list[ProfiledSublayer]:
-    """Present a model's sublayers to be counted, without the loss."""
+def _assumed(sentences: tuple[str, ...], batch: Mapping[str, Tensor]) -> tuple[str, ...]:
+    is_of_texts = "attention_mask" in batch
+    return (*sentences, "no sample is padded") if is_of_texts else sentences
+
+
+def profiled(named: NamedModel) -> list[ProfiledSublayer]:
+    """Present a model's sublayers, on the meta device, to be counted, without the loss."""
     return [
-        ProfiledSublayer(sub.name, sub.layer, sub.module, partial(_call, model, index))
-        for index, sub in enumerate(model.sublayers)
+        ProfiledSublayer(sub.name, sub.layer, sub.module, partial(_call, named, index))
+        for index, sub in enumerate(named.model.sublayers)
     ]
 
 
 def _call(
-    model: LayeredModel, index: int, hidden: Tensor | None, batch: Mapping[str, Tensor]
+    named: NamedModel, index: int, hidden: Tensor | None, batch: Mapping[str, Tensor]
 ) -> Tensor:
-    return model.call(index, batch if hidden is None else hidden, sides=batch)
+    model, value = named.model, batch if hidden is None else hidden
+    with _disable_current_modes():  # Nobody counts this.
+        named.know(batch)
+        if index and model.is_recorded:
+            # What blocks share, such as masks and rotations, is made once a micro-batch.
+            with named.known, torch.no_grad():
+                model.call(index, value, sides=batch)
+    with named.known:
+        return model.call(index, value, sides=batch)
 
 
 def make_request(
@@ -139,8 +158,11 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         ValueError: the model cannot be built, or there is no slot.
         WorkerFailedError: measuring failed.
     """
+    assumed: tuple[str, ...] = ()
     if not choice.is_own:  # A wrong name fails here, once, and not in every process.
-        build_named(choice, device="meta")
+        with torch.device("meta"), KnownIntegers():
+            built = build(choice, device="meta")
+        assumed = _assumed(built.assumed, built.batch)
     with tempfile.TemporaryDirectory(prefix="pipetransformer-plan-") as folder:
         answer = Path(folder) / "answer.json"
         # Processes answer by a file, as `launch` returns nothing.
@@ -156,6 +178,7 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         values["memory_bytes"],
         measured.cache_bytes_per_s,
         reads_ahead=values["device"] == "cuda",
+        assumed=assumed,
     )
 
 

@@ -116,6 +116,6 @@ def _refusals(profile: Profile, request: PlanRequest, found: set[int]) -> Iterat
             reason = (
                 f"does not fit: stage {least.peak_bytes.index(needed)} needs "
                 f"{as_bytes(needed)} of {as_bytes(request.memory_limit_bytes or 0)}, "
-                f"at best (M = {least.num_micro_batches}, {least.schedule})"
+                f"at best (M = {least.num_micro_batches}, {least.manner})"
             )
         yield Refusal(length, reason)

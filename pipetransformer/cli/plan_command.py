@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autopipe.cluster import parse_bytes
 from autopipe.plan import Tables, draw_tables, throughput_tables
 from autopipe.trace import save_picture
-from pipetransformer.cli.named_model import BERTS, WEIGHT_DTYPES, ModelChoice
+from pipetransformer.cli.model_choice import ModelChoice
+from pipetransformer.cli.model_options import MODEL_HELP, add_model_options, model_choice
+from pipetransformer.cli.named_model import WEIGHT_DTYPES
 from pipetransformer.cli.places import (
     Place,
     default_slots,
@@ -33,10 +36,13 @@ from pipetransformer.extras import require
 BATCH_A_SLOT = 32
 """Samples of a step for each slot, if --batch is not given."""
 
+_RECOMPUTE = {"auto": (False, True), "always": (True,), "never": (False,)}
+
 _OF_A_PROFILE = ("machines", "bandwidth", "activations")
 _OF_A_MODEL = (
     "model", "cluster", "slots", "batch", "frozen", "stage_workers", "samples", "cached", "dtype",
-    "image_size", "seq_length", "picture",
+    "image_size", "seq_length", "task", "lora", "lora_targets", "picture",
+    "activation_checkpointing",
 )  # fmt: skip
 
 
@@ -44,7 +50,7 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        help=f"a timm VisionTransformer, {' or '.join(BERTS)}, or module:function",
+        help=MODEL_HELP,
     )
     parser.add_argument(
         "--cluster", help="TOML that describes a cluster; else the machine at hand"
@@ -57,6 +63,12 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
         "--frozen", default="0", help="frozen layers, one number or several: 0,3,6"
     )
     parser.add_argument("--memory-limit", help="of a slot, such as 16GiB")
+    parser.add_argument(
+        "--activation-checkpointing",
+        choices=tuple(_RECOMPUTE),
+        default="auto",
+        help="whether stages keep activations or compute them again; auto: as memory asks for",
+    )
     parser.add_argument(
         "--stage-workers", help="plan one pipeline with so many slots a stage: 2,1,1"
     )
@@ -71,8 +83,7 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cached", action="store_true", help="read the frozen prefix's output")
     parser.add_argument("--dtype", choices=tuple(WEIGHT_DTYPES), default="float32")
-    parser.add_argument("--image-size", type=int, help="pixels of a side, for a timm model")
-    parser.add_argument("--seq-length", type=int, help="tokens of a sample, for BERT")
+    add_model_options(parser)
     parser.add_argument("--picture", help="draw the chosen schedule to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run_plan)
@@ -99,7 +110,7 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     workers = options.stage_workers and tuple(
         _read_numbers("--stage-workers", options.stage_workers)
     )
-    choice = ModelChoice(options.model, options.image_size, options.seq_length, options.dtype)
+    choice = model_choice(options, dtype=options.dtype)
     limit = None if options.memory_limit is None else parse_bytes(options.memory_limit)
     _refuse(options)
     place, global_batch = _find_place(choice, options)
@@ -114,6 +125,8 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         )
         for num_frozen in frozen
     ]
+    recompute = _RECOMPUTE[options.activation_checkpointing]
+    requests = [replace(request, recompute=recompute) for request in requests]
     answers = [find_plan(place, request, plan=plan) for request in requests]
     tables = _published_tables(answers[0]) if plan == "published" else {}
     model = f"{choice.name} in {choice.dtype}"

@@ -16,6 +16,7 @@ from pipetransformer.elastic import sureness
 
 _PART_NAMES = {
     "compute_s": "compute",
+    "recompute_s": "recompute",
     "bubble_s": "bubble",
     "transfer_s": "transfers",
     "all_reduce_s": "all-reduce",
@@ -49,6 +50,7 @@ def answers_json(model_name: str, answers: Sequence[Answer], *, tables: Tables) 
     place, request = answers[0].place, answers[0].request
     return {
         "model": model_name,
+        "assumed": list(place.assumed),
         "place": place.name,
         "num_slots": place.num_slots,
         "global_batch": request.global_batch,
@@ -61,11 +63,15 @@ def _place_text(model_name: str, answer: Answer) -> str:
     place, costs = answer.place, answer.place.profile.sublayers
     batch = answer.request.global_batch
     memory = "" if place.memory_bytes is None else f" of {as_bytes(place.memory_bytes)}"
-    return (
-        f"{model_name}: {len(costs)} sublayers, "
-        f"{as_bytes(sum(cost.parameter_bytes for cost in costs))} of parameters\n"
-        f"{place.name}: {place.num_slots} slots{memory}, {batch} samples a step"
-    )
+    held = sum(cost.parameter_bytes for cost in costs)
+    trained = sum(cost.gradient_bytes for cost in costs)
+    of_which = "" if trained == held else f", {as_bytes(trained)} of them trained"
+    lines = [
+        f"{model_name}: {len(costs)} sublayers, {as_bytes(held)} of parameters{of_which}",
+        *(f"  assumed: {sentence}" for sentence in place.assumed),
+        f"{place.name}: {place.num_slots} slots{memory}, {batch} samples a step",
+    ]
+    return "\n".join(lines)
 
 
 def _answer_text(answer: Answer) -> str:
@@ -106,7 +112,7 @@ def title(explained: ExplainedPlan, answer: Answer) -> str:
     spares = f"; {idle} of {request.num_ranks} slots stay idle" if idle else ""
     return (
         f"K = {plan.length}, R = {_replicas_text(request, plan.length)}, "
-        f"M = {plan.num_micro_batches}, {plan.schedule}: step {_ms(plan.predicted_step_s)} ms, "
+        f"M = {plan.num_micro_batches}, {plan.manner}: step {_ms(plan.predicted_step_s)} ms, "
         f"{_rate(explained, answer)} samples/s{spares}"
     )
 
@@ -123,7 +129,7 @@ def parts_text(explained: ExplainedPlan) -> str:
     return ", ".join(
         f"{name} {_share(explained, parts[key])}"
         for key, name in _PART_NAMES.items()
-        if key != "reading_s" or parts[key] > 0
+        if key not in ("reading_s", "recompute_s") or parts[key] > 0
     )
 
 
@@ -261,7 +267,7 @@ def _plan_cells(found: ExplainedPlan | Refusal, answer: Answer) -> list[str]:
         str(plan.length),
         _replicas_text(request, plan.length),
         str(plan.num_micro_batches),
-        plan.schedule,
+        plan.manner,
         _ms(plan.predicted_step_s),
         _rate(found, answer),
     ]

@@ -29,6 +29,10 @@ _ANSWERS: Mapping[str, str] = {
     "learning_rate_schedule=named_schedule(NAME, ...)": "lr_scheduler_kwargs",
     "warmup, steps or, as a float below 1, their share, with a learning_rate_schedule by name":
         "warmup_steps warmup_ratio num_warmup_steps",
+    "activation_checkpointing": "gradient_checkpointing",
+    "compile": "torch_compile",
+    "compile_backend": "torch_compile_backend",
+    "compile_mode": "torch_compile_mode",
     "max_grad_norm": "gradient_clip_val clip_grad_norm grad_clip max_norm",
     "label_smoothing": "label_smoothing_factor",
     'precision="bf16" or "fp16"': "bf16 fp16 amp use_amp mixed_precision dtype torch_dtype",

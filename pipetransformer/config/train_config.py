@@ -35,6 +35,7 @@ EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
+_COMPILING_S = 600.0
 _MOST_CHUNK = 32
 
 _STAGE_COUNTS = rules.Rule(
@@ -57,6 +58,9 @@ _PROBES = rules.Rule(lambda value: rules.is_whole(value) and value >= 4, "4 or m
 _RESUME = rules.Rule(
     lambda value: rules.FLAG.allows(value) or value in ("auto", "replace"),
     "True, False, 'auto' or 'replace'",
+)
+_AUTO_OR_FLAG = rules.Rule(
+    lambda value: rules.FLAG.allows(value) or value == "auto", "True, False or 'auto'"
 )
 _METRICS = rules.Rule(
     lambda value: (
@@ -105,6 +109,16 @@ class TrainConfig:
     """Computes in torch's autocast to this dtype; None computes in the weights' own. Weights,
     loss, norms, sums of gradients and the optimizer stay in float32. "fp16" scales the loss as
     torch.amp.GradScaler does."""
+    compile: bool = False
+    """Compile blocks for training steps, forward and backward, with torch.compile. Equal blocks
+    share one graph, whatever the lengths. Graphs are made before the first step; a freeze adds at
+    most one. Embedding, head, frozen prefix and evaluation are not compiled. Dropout draws other
+    numbers than without."""
+    compile_backend: Annotated[str, rules.NAME] = "inductor"
+    """What compiles, as `torch.compiler.list_backends(())` names it."""
+    compile_mode: Literal["max-autotune-no-cudagraphs"] | None = None
+    """How long inductor searches for fast kernels; None is torch's usual way. CUDA graphs are not
+    offered: their outputs do not outlive the next micro-batch."""
     max_grad_norm: Annotated[float | None, rules.POSITIVE] = None
     """Largest norm of the whole model's gradient; None does not clip."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
@@ -151,6 +165,12 @@ class TrainConfig:
     what is free on the GPUs before the first step. None is that, less a margin for workspaces,
     communicators and fragments, which no model counts; on CPUs it is no limit. Host memory is not
     counted: optimizer state of frozen layers, the cache, a checkpoint that is being written."""
+
+    activation_checkpointing: Annotated[bool | Literal["auto"], _AUTO_OR_FLAG] = "auto"
+    """Keep only the inputs of sublayers, and run them forward again in the backward, with the same
+    random numbers. Gradients stay what they are; memory for activations falls, and a step costs
+    one more forward. "auto" does so where the memory limit excludes the fastest plan without. The
+    head keeps its activations, and frozen layers never have any."""
 
     # Freezing
 
@@ -201,6 +221,12 @@ class TrainConfig:
     prefix_chunk: Annotated[int | None, rules.COUNT] = None
     """Samples that the frozen prefix runs at a time, cached or not. None is a rank's share of the
     batch, on CPUs rounded up to a multiple of 8, and at most 32."""
+
+    tied_weights: Literal["train", "freeze", "untie"] = "train"
+    """What becomes of a tensor that a frozen layer shares with one above it, such as an embedding
+    that is the head's matrix, too. With "train" it goes on training, so that nothing is lost, but
+    nothing is cached. "freeze" freezes it with its first layer, as `requires_grad_(False)` does.
+    "untie" gives the head a copy of its own before the first step, and the model is saved so."""
 
     # Data
 
@@ -289,7 +315,7 @@ class TrainConfig:
     messages through host memory."""
     step_timeout_s: Annotated[float | None, rules.SECONDS] = None
     """Longest wait for another rank within a step. None allows 20 predicted steps, and at least
-    60 s."""
+    60 s. With `compile` ten minutes are added to either, as a rank may compile within a step."""
     setup_timeout_s: Annotated[float, rules.SECONDS] = 300.0
     """Longest wait while groups are built, while state moves, and for the slowest rank's part of a
     checkpoint."""
@@ -312,6 +338,12 @@ class TrainConfig:
         if isinstance(self.learning_rate_schedule, str):
             # The rate itself is the optimizer's, and known later.
             named_schedule(self.learning_rate_schedule, warmup=self.warmup, learning_rate=1.0)
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        """Return whether plans may recompute activations, as a `PlanRequest` takes it."""
+        asked = self.activation_checkpointing
+        return (False, True) if asked == "auto" else (asked,)
 
     @property
     def saves(self) -> bool:
@@ -353,9 +385,9 @@ class TrainConfig:
 
         A step's own time is no limit: one rank may be slowed down, or read its data from afar.
         """
-        if self.step_timeout_s is not None:
-            return self.step_timeout_s
-        return max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
+        usual_s = max(_LEAST_STEP_LIMIT_S, _STEPS_A_WAIT * predicted_step_s)
+        limit_s = usual_s if self.step_timeout_s is None else self.step_timeout_s
+        return limit_s + self.compile * _COMPILING_S
 
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
@@ -386,6 +418,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     """Yield what is wrong with settings that are each allowed, the first first."""
     if config.sample_order is not None and config.group_by_length:
         yield "sample_order and group_by_length both say in which order samples come; give one"
+    yield from _in_compiling(config)
     yield from _in_the_batch(config)
     yield from _in_the_pipeline(config)
     if config.warmup and not isinstance(config.learning_rate_schedule, str):
@@ -410,6 +443,20 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield (
             f"resume={config.resume!r} without checkpoint_every_epochs or checkpoint_every_steps "
             "would never save again; give checkpoint_every_epochs=1"
+        )
+
+
+def _in_compiling(config: TrainConfig) -> Iterator[str]:
+    backend, mode = config.compile_backend, config.compile_mode
+    if not config.compile and (backend != "inductor" or mode is not None):
+        yield (
+            f"compile_backend is {backend!r} and compile_mode is {mode!r}, which have no effect "
+            "without compile=True; set that, or leave them out"
+        )
+    if mode is not None and backend != "inductor":
+        yield (
+            f"compile_mode is {mode!r}, which inductor alone knows, and compile_backend is "
+            f"{backend!r}; leave one of them out"
         )
 
 

@@ -217,7 +217,7 @@ class TransitionCost:
 
 def plan_name(plan: PipelinePlan) -> str:
     """Name a plan without its boundaries: freezing moves them, and corrections must live on."""
-    return f"K = {plan.length}, M = {plan.num_micro_batches}"
+    return f"K = {plan.length}, M = {plan.num_micro_batches}" + ", recomputed" * plan.recomputes
 
 
 def rested(profile: Profile, resting: Collection[int]) -> Profile:

@@ -51,5 +51,5 @@ class Decision:
             self.use_cache,
             plan.boundaries,
             plan.num_micro_batches,
-            plan.schedule,
+            plan.manner,
         )

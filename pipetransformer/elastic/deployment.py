@@ -304,7 +304,9 @@ class Deployment:
         )
         self._held.give_to(self.stage.optimizer, after.trained_by(rank), self.stage.signals)
         self.feed.prefix.set_depth(
-            decision.num_frozen, on_stage_0=self.stage.index == 0, use_cache=decision.use_cache
+            self._task.prefix_depth(decision.num_frozen),
+            on_stage_0=self.stage.index == 0,
+            use_cache=decision.use_cache,
         )
         self.feed.follow_prefix()
 

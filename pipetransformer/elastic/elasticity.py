@@ -45,7 +45,7 @@ _NOISE = 0.03
 
 _PLANNED_FOR = (
     "global_batch_size", "scale_batch", "memory_limit_bytes", "pipeline_length", "max_replicas",
-    "micro_batches", "micro_batch_size", "schedule",
+    "micro_batches", "micro_batch_size", "schedule", "activation_checkpointing",
 )  # fmt: skip
 """Settings that a plan depends on."""
 

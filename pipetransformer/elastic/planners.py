@@ -170,7 +170,7 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     if current is None or current.length not in plans:
         return fastest_per_sample(situation)
     # A single stage stays what it is with any number of micro-batches, so take the best.
-    stay = plans[1] if current.length == 1 else same_stages(situation, current)
+    stay = plans[1] if current.length == 1 else _stay(situation, current)
 
     def remaining_s(plan: PipelinePlan) -> float:
         # Steps are counted at the current batch; with scale_batch another plan's batch differs.
@@ -187,6 +187,12 @@ def fastest_plan(situation: PlanSituation) -> PipelinePlan:
     return stay
 
 
+def _stay(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
+    """Predict the current stages, recomputed only where they must be; None if they do not fit."""
+    ways = (replace(current, recomputes=one) for one in situation.request.recompute)
+    return next((plan for way in ways if (plan := same_stages(situation, way))), None)
+
+
 def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
     """Predict the current stages without the frozen layers; None if they no longer fit."""
     request, profile = of_length(situation, current.length), situation.profile
@@ -200,6 +206,7 @@ def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan
         boundaries=boundaries,
         num_micro_batches=min(current.num_micro_batches, request.samples_of(current.length)),
         schedule=current.schedule,
+        recomputes=current.recomputes,
     )
     limit = request.memory_limit_bytes
     if limit is not None and max(plan.peak_bytes) > limit:
@@ -298,7 +305,7 @@ def pipedream_plan(situation: PlanSituation) -> PipelinePlan:
     """
     request, current = situation.request, situation.current
     if current is not None and request.lengths == (current.length,):
-        stay = same_stages(situation, current)
+        stay = _stay(situation, current)
         if stay is not None:
             return stay
     return plan_as_pipedream(situation.profile, request)

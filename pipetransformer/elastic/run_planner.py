@@ -198,11 +198,13 @@ class RunPlanner:
     ) -> PlanSituation:
         """Describe to a planner what holds."""
         before = current.plan if current else None
+        depth = self._task.prefix_depth(num_frozen)
+        resting = {*resting, *range(depth, num_frozen)}  # They pass a gradient on to tied weights.
         return PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
             rested(self.calibration.applied_to(self.measurements.profile), resting),
-            self.request(clock, num_frozen, current),
+            self.request(clock, depth, current),
             before,
             partial(self.predict_transition_s, before),
             self._task.config.scale_batch,
@@ -248,6 +250,7 @@ class RunPlanner:
             micro_batches=self._micro_batches(num_frozen),
             micro_batch_size=config.micro_batch_size,
             schedules=_schedules(config),
+            recompute=config.recompute,
         )
         rows = None
         if self._may_cache():
@@ -313,6 +316,12 @@ class RunPlanner:
                 f"the planner wants the schedule {plan.schedule!r}, but this run's are "
                 f"{', '.join(map(repr, allowed))}: let it return one of them, or leave out "
                 "schedule=, weight_versions= and stage_workers="
+            )
+        if plan.recomputes not in config.recompute:
+            raise ValueError(
+                f"the planner's plan has recomputes={plan.recomputes}, but "
+                f"activation_checkpointing is {config.activation_checkpointing}; let it return "
+                "the other, or set activation_checkpointing='auto'"
             )
         if config.micro_batch_size is None:
             return

@@ -36,6 +36,10 @@ class HeldTargets:
         self._dataset, self._names = samples.dataset, samples.collation.targets
         self._refuted: set[str] = set()
 
+    def knows(self) -> bool:
+        """Tell whether there is such a place."""
+        return bool(self._held(torch.zeros(1, dtype=torch.int64)))
+
     def changed(self, ids: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """Return (B,) bool: whose targets differ from those kept, (B, ...) each by name."""
         changed = torch.zeros(len(ids), dtype=torch.bool)

@@ -56,6 +56,29 @@ class RowFormat:
                 f"samples come with {others}, which the first one alone comes without: the "
                 "cache's rows have no room for that; give it in all or in none, or set cache=False"
             )
+        self._refuse_counted_padding(batch)
+
+    def _refuse_counted_padding(self, batch: Batch) -> None:
+        """Raise a ValueError where a loss counts tokens that the mask calls padding.
+
+        Rows do not hold their hidden states: such a token would be predicted from zeros.
+        """
+        mask_name = self.content.padding_mask
+        # Whoever writes a LayeredModel promises this of its loss.
+        if mask_name not in batch or not self._task.model.is_recorded:
+            return
+        assert mask_name is not None
+        mask = batch[mask_name]
+        for name in self._task.model.targets:
+            target = batch.get(name)
+            if target is not None and target.shape == mask.shape:
+                padding = torch.arange(target.shape[1]) >= own_lengths(mask)[:, None]
+                if bool((padding & (target != self._task.loss_fn.ignore_index)).any()):
+                    raise ValueError(
+                        f"{name!r} has other values than {self._task.loss_fn.ignore_index} where "
+                        f"{mask_name!r} says padding, and the cache holds no padding: label it "
+                        f"with {self._task.loss_fn.ignore_index}, or set cache=False"
+                    )
 
     def agree_on_layout(self) -> RowLayout | None:
         """Return the layout of a row. Collective.

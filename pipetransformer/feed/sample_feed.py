@@ -19,6 +19,7 @@ from pipetransformer.feed.collation import Batch, Collation
 from pipetransformer.feed.coming_fetches import Coming, Fetch, Follower, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import check_device, make_store
+from pipetransformer.feed.random_numbers import own_random_numbers
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
 from pipetransformer.feed.workers import ForeseenSamples, Request
@@ -377,7 +378,8 @@ def first_samples(
         function=collate_fn,
         drops_unknown=drops_unknown,
     )
-    return Samples(dataset, collation, seed).probe([0, len(dataset) // 2])
+    with own_random_numbers(torch.device("cpu")):  # Reading a sample seeds all generators.
+        return Samples(dataset, collation, seed).probe([0, len(dataset) // 2])
 
 
 def samples_of(

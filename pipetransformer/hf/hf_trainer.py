@@ -306,7 +306,12 @@ class HFTrainer(Evaluations):
             drops_unknown=args.remove_unused_columns,
             seed=args.seed,
         )
-        layered = adapt(self.model, read, loss_fn=self._settings.get("loss_fn"))
+        layered = adapt(
+            self.model,
+            read,
+            loss_fn=self._settings.get("loss_fn"),
+            unties=self._settings.get("tied_weights") == "untie",
+        )
         self._bridge.num_samples = len(dataset)
         settings = settings_of(args, len(dataset), self._optimizer)
         evaluated = self._evaluated_in_a_run()

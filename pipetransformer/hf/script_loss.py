@@ -18,6 +18,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput, Sequence
 from transformers.utils import ModelOutput
 
 from autopipe.loss import Loss, LossValue
+from pipetransformer.model import unwrapped
 
 
 @final
@@ -108,7 +109,8 @@ class ScriptLoss:
 
 def answers_questions(model: Any) -> bool:
     """Tell whether a model returns start and end logits, which are one (..., 2) output here."""
-    return any(kind.__name__.endswith("ForQuestionAnswering") for kind in type(model).__mro__)
+    kinds = type(unwrapped(model)).__mro__
+    return any(kind.__name__.endswith("ForQuestionAnswering") for kind in kinds)
 
 
 class _Targets(UserDict[str, Any]):

@@ -26,6 +26,8 @@ _KNOWN = """
     load_best_model_at_end metric_for_best_model greater_is_better seed data_seed use_cpu
     dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor remove_unused_columns
     train_sampling_strategy ddp_timeout log_level log_level_replica log_on_each_node
+    torch_compile torch_compile_backend torch_compile_mode
+    gradient_checkpointing activation_checkpointing
 
     average_tokens_across_devices logging_nan_inf_filter
     project trackio_space_id trackio_bucket_id trackio_static_space_id
@@ -34,6 +36,7 @@ _KNOWN = """
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
     ddp_backend hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision
     use_cache torch_empty_cache_steps label_names
+    gradient_checkpointing_kwargs activation_checkpointing_kwargs
 """.split()  # noqa: SIM905
 """Fields that are honoured, above the empty line; below it those without an effect on training.
 
@@ -44,6 +47,8 @@ model's own targets."""
 _CHOICES = {
     "save_strategy": ("no", "steps", "epoch"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
+    # CUDA graphs, which the others use, overwrite their outputs in the next micro-batch.
+    "torch_compile_mode": (None, "default", "max-autotune-no-cudagraphs"),
 }
 _KEEP_ALL = 1_000_000
 
@@ -71,7 +76,8 @@ def refuse_unknown(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value not in choices:
             given = getattr(value, "value", value)
-            raise ValueError(f"{name} is {given!r}; choose one of {', '.join(choices)}")
+            text = ", ".join(str(choice) for choice in choices)
+            raise ValueError(f"{name} is {given!r}; choose one of {text}")
 
 
 def settings_of(
@@ -98,6 +104,9 @@ def settings_of(
         "seed": args.seed,
         "learning_rate_schedule": _schedule_of(args, optimizer),
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "compile": args.torch_compile,
+        "compile_backend": args.torch_compile_backend or "inductor",
+        "compile_mode": None if (mode := args.torch_compile_mode) == "default" else mode,
         "max_grad_norm": args.max_grad_norm or None,
         "label_smoothing": args.label_smoothing_factor,
         "metrics": {},
@@ -113,6 +122,10 @@ def settings_of(
         "remove_unused_columns": args.remove_unused_columns,
         # Below 1 keeps all, as in transformers.
         "keep_checkpoints": limit if (limit := args.save_total_limit or 0) > 0 else _KEEP_ALL,
+        # Older versions of transformers know only one of the two names.
+        "activation_checkpointing": args.gradient_checkpointing
+        or getattr(args, "activation_checkpointing", False)
+        or "auto",
     }
     settings |= _every("checkpoint", args.save_strategy, args.save_steps, steps)
     settings |= _every("evaluate", args.eval_strategy, args.eval_steps, steps)

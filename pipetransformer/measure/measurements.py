@@ -262,12 +262,16 @@ def _choose_batches(
     The budget may exclude larger sizes, for all ranks alike.
     """
     batches, round_s = dict[int, Batch](), 0.0
+
+    def time_once(subs: list[ProfiledSublayer], inputs: list[Batch]) -> float:
+        return chain_seconds(subs, inputs[0])
+
     for size, spans in spans_of.items():
         batch = cut(size)
+        if task.config.compile:  # What compiling takes is no part of the budget, nor of times.
+            run_spans(task, world.device, spans, [batch], time_once)
         gather_json(None, group=world.group)
-        own_s = run_spans(
-            task, world.device, spans, [batch], lambda subs, inputs: chain_seconds(subs, inputs[0])
-        )
+        own_s = run_spans(task, world.device, spans, [batch], time_once)
         seconds = max(gather_json(sum(own_s), group=world.group))
         if batches and 2 * (round_s + seconds) > _BUDGET_S:
             break

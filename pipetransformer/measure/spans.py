@@ -11,7 +11,7 @@ A model that fits is one span: caches are then as cold as in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -141,7 +141,11 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
         return head_of(task.loss_fn(output, model.targets_of(batch)))
 
     sublayer = model.sublayers[index]
-    return ProfiledSublayer(sublayer.name, sublayer.layer, sublayer.module, call)
+
+    def in_step() -> AbstractContextManager[None]:
+        return task.compiled((index,))()  # Not before `held_on` has set which parameters train.
+
+    return ProfiledSublayer(sublayer.name, sublayer.layer, sublayer.module, call, in_step)
 
 
 @contextmanager

@@ -4,9 +4,10 @@ task: all of it in one value                        lent_model: gives it back as
 layered_model: a model as a row of sublayers        registry: which adapter knows a model
 timm_vit, transformers_*: the adapters              transformer: what they share
 optimizers: built anew wherever layers go           precision: dtypes, and the scale of float16
+compiled_blocks: through torch.compile, in steps
 """
 
-from pipetransformer.model.general import EntryNames, output_of
+from pipetransformer.model.general import WAYS_OUT, EntryNames, names_of, present, row_of
 from pipetransformer.model.layered_model import (
     LayeredModel,
     Sublayer,
@@ -28,7 +29,10 @@ from pipetransformer.model.optimizers import (
     split_by_layer,
     take_state,
 )
+from pipetransformer.model.own_forward import output_of
+from pipetransformer.model.peft_models import unwrapped
 from pipetransformer.model.precision import DTYPES, LossScale
+from pipetransformer.model.recording import Row
 from pipetransformer.model.registry import adapt, entry_names, register_adapter
 from pipetransformer.model.task import (
     Task,
@@ -44,10 +48,10 @@ from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
     "DTYPES", "EntryNames", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
-    "OptimizerFactory", "OptimizerTraits", "Sublayer", "Task", "adamw", "adapt",
+    "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer", "Task", "WAYS_OUT", "adamw", "adapt",
     "build_optimizer", "decay_by_layer", "entry_names", "has_hooks", "in_mode",
-    "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "output_of",
-    "owned_parameters", "put_state",
-    "qualified_name", "refuse_hooks", "register_adapter", "set_frozen", "set_modes",
-    "split_by_layer", "take_state", "trained_parameters",
+    "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "names_of", "output_of",
+    "owned_parameters", "present", "put_state",
+    "qualified_name", "refuse_hooks", "row_of", "register_adapter", "set_frozen", "set_modes",
+    "split_by_layer", "take_state", "trained_parameters", "unwrapped",
 ]  # fmt: skip

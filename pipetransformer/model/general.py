@@ -13,23 +13,28 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from autopipe.loss import LossFunction
+from pipetransformer.model.dependence import padding_mask, read_for_shape, run_through
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.losses import own_loss
-from pipetransformer.model.own_forward import OwnForward
-from pipetransformer.model.recording import Row, find_row
-from pipetransformer.model.transformer import qualified_name, refuse_replaced
+from pipetransformer.model.own_forward import Entries, OwnForward, output_of
+from pipetransformer.model.peft_models import unwrapped
+from pipetransformer.model.recording import NoRowError, Row, find_rows
+from pipetransformer.model.transformer import (
+    qualified_name,
+    refuse_lost_checkpointing,
+    refuse_replaced,
+)
 
-Entries: TypeAlias = Mapping[str, Tensor]
 Read: TypeAlias = Callable[["EntryNames"], Entries]
 """Reads a few samples of a data set: the entries named, (N, ...) each."""
 
@@ -64,18 +69,19 @@ def forward_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def unwrapped(model: Any) -> Any:
-    """Return the model that a `peft` model calls in its forward."""
-    is_peft = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
-    return model.get_base_model() if is_peft else model
-
-
-def present(model: nn.Module, batch: Entries, loss_fn: LossFunction | None = None) -> LayeredModel:
+def present(
+    model: nn.Module,
+    batch: Entries,
+    loss_fn: LossFunction | None = None,
+    *,
+    unties: bool = False,
+) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
     Args:
         batch: two samples or more; (N, ...) each, in host memory.
         loss_fn: the user's own; else the model's is looked for.
+        unties: whether the head gets copies of the tensors that it shares with the embedding.
     Raises:
         ValueError: its forward fails, or has no row of blocks.
     """
@@ -83,23 +89,110 @@ def present(model: nn.Module, batch: Entries, loss_fn: LossFunction | None = Non
     inputs = tuple(name for name in names.inputs if name in batch)
     keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
     given = {name: batch[name] for name in inputs}
-    row = find_row(model, lambda: model(**given, **keywords))
+
+    def run() -> Any:
+        return model(**given, **keywords)
+
+    num_samples = len(given[inputs[0]])
+    rows = _found(model, run, num_samples)
+    if keywords:
+        _refuse_cache(model, given)
+    if unties and rows[0].below & rows[0].above:
+        _untie(model, rows[0])
+        rows = _found(model, run, num_samples)
     _refuse_random_depth(model)
-    refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
-    blind = _read_for_shape(model, row, given, keywords)
-    own = OwnForward(model, row, inputs=inputs, keywords=keywords, example=blind)
-    sublayers = _sublayers(model, own)
     targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
+    # First, as it says by name what blocks hand to the loss, which no part below could.
+    loss = None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords)
+    own, mask = _in_parts(model, rows, given, keywords)
+    row = own.row
+    refuse_lost_checkpointing(model, row.blocks)
+    refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
+    sublayers = _sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
     return LayeredModel(
         model,
         sublayers,
         inputs=inputs,
         targets=targets,
-        loss_fn=None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords),
+        loss_fn=loss,
         unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
+        # An answer's start is one of all positions, those of padding too.
+        padding_mask=mask if len(targets) == 1 else None,
+        biases=sorted(row.learned),
         is_recorded=True,
     )
+
+
+WAYS_OUT = (
+    "docs/models.md says what trains, and how to go on: a setting of the model, a LayeredModel of "
+    "its sublayers, or freeze.apply in a loop of your own"
+)
+
+
+def _found(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[Row]:
+    """Return what may be a model's row of blocks; errors say which model fails, and what to do."""
+    name = type(model).__name__
+    try:
+        return find_rows(model, run, num_samples)
+    except NoRowError as error:
+        raise ValueError(
+            f"this {name} has no row of blocks at which it could be cut and frozen: {error}. "
+            f"{WAYS_OUT}"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"the forward of this {name} fails for two samples: {error}") from error
+
+
+def _in_parts(
+    model: nn.Module, rows: Sequence[Row], given: Entries, keywords: Mapping[str, Any]
+) -> tuple[OwnForward, str | None]:
+    """Return the forward in parts, at the first row where these give its answer, and its mask."""
+    inputs, why = tuple(given), ""
+    with torch.no_grad(), _in_eval(model):
+        expected = output_of(model(**given, **keywords))
+        for row in rows:
+            own = OwnForward(model, row, inputs=inputs, keywords=keywords, example={})
+            try:
+                answer = run_through(own, given)
+                # A plan is made of shapes alone, on the meta device.
+                gap = 0.0 if answer.is_meta else float((answer - expected).abs().max())
+                blind = read_for_shape(own, given)
+            except Exception as error:
+                why = why or f"cut at {row.name!r} it fails: {error!r}"
+                continue
+            if expected.is_meta or gap <= _ROUNDING * float(expected.abs().max()):
+                mask = padding_mask(own, given, getattr(unwrapped(model), "config", None))
+                own = OwnForward(model, row, inputs=inputs, keywords=keywords, example=blind)
+                return own, mask
+            why = why or f"cut at {row.name!r} it gives another answer, by {gap:.3g}"
+    raise ValueError(f"this {type(model).__name__} cannot be run in parts: {why}. {WAYS_OUT}")
+
+
+_ROUNDING = 1e-3
+
+
+def _refuse_cache(model: nn.Module, given: Entries) -> None:
+    """Raise a ValueError where keys and values that are kept for more tokens change the answer."""
+    with torch.no_grad(), _in_eval(model):
+        answers = [output_of(model(**given, **more)) for more in ({}, {"use_cache": False})]
+    if not torch.equal(*answers):
+        raise ValueError(
+            f"this {type(model).__name__} gives other outputs with use_cache=False, which trains "
+            "here: texts packed into one sample may see each other otherwise. Set "
+            "model.config.use_cache = False"
+        )
+
+
+@contextmanager
+def _in_eval(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _own_loss(
@@ -110,22 +203,52 @@ def _own_loss(
     keywords: Mapping[str, Any],
 ) -> LossFunction | None:
     """Return the loss that the model itself computes; None where it computes none."""
-    if qualified_name(type(model)).startswith("timm."):
+    if qualified_name(type(unwrapped(model))).startswith("timm."):
         return F.cross_entropy
     labels = {name: batch[name] for name in targets if name in batch}
     if not labels or targets == ("y",):
         return None
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.no_grad():
-            answer = model.eval()(**given, **labels, **keywords)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.no_grad(), _in_eval(model):
+        answer = model(**given, **labels, **keywords)
     if getattr(answer, "loss", None) is None:
         return None
     target = next(iter(labels.values())) if len(targets) == 1 else labels
     return own_loss(model, unwrapped(model).config, answer, output_of(answer), target)
+
+
+def _untie(model: nn.Module, row: Row) -> None:
+    """Give modules above the blocks copies of the parameters that modules below hold, too.
+
+    Raises:
+        ValueError: the head has no module of its own that holds such a parameter.
+    """
+    parameters = dict(model.named_parameters())
+    for name in sorted(row.below & row.above & parameters.keys()):
+        tied, own = parameters[name], nn.Parameter(parameters[name].detach().clone())
+        own.requires_grad_(tied.requires_grad)
+        holders = [
+            (module, attribute)
+            for module in row.called_above - row.called_below
+            for attribute, parameter in module._parameters.items()
+            if parameter is tied
+        ]
+        if not holders:
+            raise ValueError(
+                f"tied_weights='untie', but the head of this {type(model).__name__} has no "
+                f"{name!r} of its own: choose 'freeze' or 'train'"
+            )
+        for module, attribute in holders:
+            setattr(module, attribute, own)
+    config = getattr(unwrapped(model), "config", None)
+    if config is not None:  # Or `from_pretrained` would tie them again.
+        config.tie_word_embeddings = False
+
+
+def row_of(layered: LayeredModel) -> Row:
+    """Return the row of blocks of a model that was presented here."""
+    first = layered.sublayers[1].module
+    assert isinstance(first, _Block)
+    return first.own.row
 
 
 def _sublayers(model: nn.Module, own: OwnForward) -> list[Sublayer]:
@@ -135,7 +258,7 @@ def _sublayers(model: nn.Module, own: OwnForward) -> list[Sublayer]:
     above = parts.of(row.above, row.called_above)
     learned = parts.of(row.learned, frozenset()) if row.learned else None
     blocks = [
-        Sublayer(f"blocks.{i}", i, _Block(own, i, block, learned), sides)
+        Sublayer(f"blocks.{i}", i, _Block(own, i, block, learned), sides, block)
         for i, block in enumerate(row.blocks)
     ]
     return [
@@ -225,21 +348,6 @@ class _Above(nn.Module):
         return output_of(self.own.above(hidden, entries, training=self.training))
 
 
-def output_of(answer: Any) -> Tensor:
-    """Return the tensor that a loss takes: a model's answer itself, or its logits."""
-    if isinstance(answer, Tensor):
-        return answer
-    logits = getattr(answer, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    ends = [getattr(answer, name, None) for name in ("start_logits", "end_logits")]
-    if all(isinstance(one, Tensor) for one in ends):
-        return torch.stack([one for one in ends if isinstance(one, Tensor)], dim=-1)
-    raise TypeError(
-        f"the model's own forward returned a {type(answer).__name__}, in which no output is known"
-    )
-
-
 def _refuse_random_depth(model: nn.Module) -> None:
     """Raise a ValueError where blocks are left out at random: all are run here."""
     for module in model.modules():
@@ -250,40 +358,3 @@ def _refuse_random_depth(model: nn.Module) -> None:
                     f"{name} of a {type(module).__name__} is {chance}: blocks would be left out "
                     "at random, but here each runs; set it to 0 in the configuration"
                 )
-
-
-def _read_for_shape(
-    model: nn.Module, row: Row, given: Entries, keywords: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Return the floating inputs of which blocks and head use the shape alone."""
-    own = OwnForward(model, row, inputs=tuple(given), keywords=keywords, example={})
-    return {
-        name: entry
-        for name, entry in given.items()
-        if entry.is_floating_point() and entry.ndim > 2 and _is_blind(own, given, name)
-    }
-
-
-def _is_blind(own: OwnForward, given: Entries, name: str) -> bool:
-    """Tell whether what blocks are given, and the answer above them, do without an entry."""
-    zeros = {**given, name: torch.zeros((), dtype=given[name].dtype).expand(given[name].shape)}
-    with torch.no_grad():
-        hidden = own.below(given, training=False)
-        return all(
-            _are_equal(*pair)
-            for pair in zip(*(_seen(own, hidden, one) for one in (given, zeros)), strict=True)
-        )
-
-
-def _seen(own: OwnForward, hidden: Tensor, entries: Entries) -> list[Any]:
-    """Return all that blocks and head make of a batch's entries, as leaves."""
-    own.forget()
-    blocks = range(len(own.row.blocks))
-    arguments = [own.arguments(i, hidden, entries, training=False) for i in blocks]
-    return [*tree_leaves(arguments), output_of(own.above(hidden, entries, training=False))]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return type(one) is type(other)

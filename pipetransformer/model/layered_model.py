@@ -34,12 +34,19 @@ class Sublayer:
             embedding's is 0, the head's (the last sublayer's) is the number of layers.
         module: takes the hidden state (the first one: the model's inputs) and returns one Tensor.
         sides: batch entries its forward also takes, as keywords, if the batch has them.
+        compiles: the part of the module that `compile=True` compiles; None is all of it.
     """
 
     name: str
     layer: int
     module: nn.Module
     sides: tuple[str, ...] = ()
+    compiles: nn.Module | None = None
+
+    @property
+    def compiled_part(self) -> nn.Module:
+        """Return what `compile=True` compiles."""
+        return self.module if self.compiles is None else self.compiles
 
 
 @final
@@ -50,7 +57,7 @@ class LayeredModel:
     block, the model) do not, as its own forward is not called. From here on put other tensor
     objects into the model by `replace` only: wrappers may hold the same ones.
 
-    An example is in docs/own-models.md.
+    An example is in docs/models.md.
 
     Args:
         model: keeps working as it is, and keeps its `state_dict` names.
@@ -67,6 +74,8 @@ class LayeredModel:
             not cached.
         optional_masks: sides, (N, S) masks, that sublayers can do without where all is 1. Then
             attention takes faster kernels.
+        biases: names of tensors of a low layer that those above it read, such as a learned
+            position bias. They freeze with that layer; other shared tensors are tied weights.
         is_recorded: whether the sublayers were found by running the model, not written by hand:
             then a run compares them with the model's own forward before its first step.
     Attributes:
@@ -89,6 +98,7 @@ class LayeredModel:
         unused: Sequence[str] = (),
         padding_mask: str | None = None,
         optional_masks: Sequence[str] = (),
+        biases: Sequence[str] = (),
         is_recorded: bool = False,
     ) -> None:
         self.model = model
@@ -99,6 +109,7 @@ class LayeredModel:
         self.unused = tuple(unused)
         self.padding_mask = padding_mask
         self.optional_masks = tuple(optional_masks)
+        self.biases = frozenset(biases)
         self.is_recorded = is_recorded
         _check_order(self.sublayers)
         if not self.inputs:
@@ -127,6 +138,12 @@ class LayeredModel:
                 f"layers that can freeze; give 0 to {self.num_layers}"
             )
         return next(i for i, sub in enumerate(self.sublayers) if sub.layer >= num_frozen)
+
+    def shared_above(self, num_frozen: int) -> frozenset[str]:
+        """Name the tensors of layers 0..num_frozen-1 that are tied to a layer above them."""
+        above = range(self.first_active(num_frozen), len(self.sublayers))
+        shared = {name for index in above for name in self._names[index]} - self.biases
+        return frozenset(name for name in shared if self.owners[name] not in above)
 
     def sides_of(self, first: int, last: int) -> tuple[str, ...]:
         """Name the batch entries that sublayers first..last-1 take beside the hidden state."""

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from pipetransformer.model.recording import Arguments, Row
 
-Entries = Mapping[str, Tensor]
+Entries: TypeAlias = Mapping[str, Tensor]
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -81,11 +80,13 @@ class Shadow:
     """
 
     def __init__(self, model: nn.Module, row: Row, *, is_hollow: bool) -> None:
-        self._row, self._copied = row, row.below if is_hollow else frozenset()
+        self._row, self._is_hollow = row, is_hollow
+        self._copied = row.below if is_hollow else frozenset()
         self._name_of = {id(tensor): name for name, tensor in _all_tensors(model)}
         self._index_of = {id(block): index for index, block in enumerate(row.blocks)}
         self._slots: list[_Slot] = []
         self._copies: dict[int, nn.Module] = {}
+        self._around: set[nn.Module] = set()
         self.visit: Callable[[int, Arguments], Any] | None = None
         self.model = self._copy(model)
 
@@ -95,7 +96,8 @@ class Shadow:
         for slot in self._slots:
             slot.fill(device)
         for copy in self._copies.values():
-            copy.training = training
+            # Hollow layers need drop nothing; what holds blocks may look at its mode.
+            copy.training = training and copy in self._around
         yield self.model
 
     def _copy(self, module: nn.Module) -> nn.Module:
@@ -113,6 +115,8 @@ class Shadow:
             vars(copy)["_shadow"] = self, self._index_of[id(module)]
             return copy
         self._copies[id(module)] = copy
+        if self._holds_block(module):
+            self._around.add(copy)
         for table in ("_parameters", "_buffers"):
             source = getattr(module, table)
             vars(copy)[table] = own = dict(source)
@@ -129,10 +133,15 @@ class Shadow:
         return copy
 
     def _must_copy(self, module: nn.Module) -> bool:
-        holds_block = any(id(part) in self._index_of for part in module.modules())
-        return holds_block or any(
-            self._name_of[id(tensor)] in self._copied for _, tensor in _all_tensors(module)
+        only_below = module in self._row.called_below and module not in self._row.called_above
+        return (
+            self._holds_block(module)
+            or (self._is_hollow and only_below)
+            or any(self._name_of[id(tensor)] in self._copied for _, tensor in _all_tensors(module))
         )
+
+    def _holds_block(self, module: nn.Module) -> bool:
+        return any(id(part) in self._index_of for part in module.modules())
 
     def _fills(self, module: nn.Module, name: str) -> Literal["always", "never", "released"]:
         row = self._row
@@ -147,16 +156,21 @@ class Shadow:
         return "always" if name not in row.above or (is_apart and has_other) else "released"
 
 
-@cache
+_STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _stand_in(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a block's class whose calls go to the shadow: attributes are those of the block."""
+    if kind in _STAND_INS:
+        return _STAND_INS[kind]
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shadow, index = vars(self)["_shadow"]
         return shadow.visit(index, (args, kwargs))
 
     # Not by replacing `forward`: hooks, checkpointing and compiled code act within `__call__`.
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    methods = {"__call__": call, "__module__": kind.__module__}
+    return _STAND_INS.setdefault(kind, type(kind.__name__, (kind,), methods))
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,22 +216,26 @@ class OwnForward:
         visited = self._visited(self._below, entries, training=training)
         if not self.row.learned:
             self._keep(entries, training, visited)
-        return self.row.calls[0].hidden_in(visited[0])
+        return self._samples_first(self.row.calls[0].hidden_in(visited[0]))
+
+    def _samples_first(self, hidden: Tensor) -> Tensor:
+        """Exchange the model's order of dimensions and that between sublayers; either way."""
+        return hidden.transpose(0, 1) if self.row.samples_at else hidden
 
     def block(self, index: int, hidden: Tensor, entries: Entries, *, training: bool) -> Tensor:
         """Run a block on a hidden state, with what the forward would give it beside that."""
         own = self.arguments(index, hidden, entries, training=training)
         call = self.row.calls[index]
-        args, kwargs = call.given(own, hidden)
-        return call.hidden_out(self.row.blocks[index](*args, **kwargs))
+        args, kwargs = call.given(own, self._samples_first(hidden))
+        return self._samples_first(call.hidden_out(self.row.blocks[index](*args, **kwargs)))
 
     def above(self, hidden: Tensor, entries: Entries, *, training: bool) -> Any:
         """Return the model's answer, where its last block returns this hidden state."""
-        last = len(self.row.blocks) - 1
+        last, own = len(self.row.blocks) - 1, self._samples_first(hidden)
 
         def visit(index: int, given: Arguments) -> Any:
             call = self.row.calls[index]
-            return call.answered(hidden if index == last else call.hidden_in(given))
+            return call.answered(own if index == last else call.hidden_in(given))
 
         given = self._given(entries, hidden)
         return self._run(self._above, visit, given, hidden.device, training=training)
@@ -242,7 +260,7 @@ class OwnForward:
         return own[index]
 
     def _keep(self, entries: Entries, training: bool, visited: list[Arguments]) -> None:
-        hidden = self.row.calls[0].hidden_in(visited[0])
+        hidden = self._samples_first(self.row.calls[0].hidden_in(visited[0]))
         own = [c.given(one, None) for c, one in zip(self.row.calls, visited, strict=True)]
         state = _state(hidden.device, len(hidden), training)
         self._kept = _Kept(self._sides(entries), state, own)
@@ -301,7 +319,9 @@ class OwnForward:
 
 def _state(device: torch.device, num: int, training: bool) -> tuple[Any, ...]:
     kind = device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # Of the meta device, on which plans are counted, autocast knows nothing.
+    may_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = torch.get_autocast_dtype(kind) if may_cast else None
     return device, num, training, cast, torch.is_inference_mode_enabled()
 
 
@@ -319,3 +339,18 @@ class _Kept:
             and self.sides.keys() == sides.keys()
             and all(self.sides[name] is sides[name] for name in sides)
         )
+
+
+def output_of(answer: Any) -> Tensor:
+    """Return the tensor that a loss takes: a model's answer itself, or its logits."""
+    if isinstance(answer, Tensor):
+        return answer
+    logits = getattr(answer, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    ends = [getattr(answer, name, None) for name in ("start_logits", "end_logits")]
+    if all(isinstance(one, Tensor) for one in ends):
+        return torch.stack([one for one in ends if isinstance(one, Tensor)], dim=-1)
+    raise TypeError(
+        f"the model's own forward returned a {type(answer).__name__}, in which no output is known"
+    )

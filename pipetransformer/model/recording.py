@@ -13,6 +13,7 @@ has returned. Nothing is guessed from names: a model is read by running it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+_MOST_LEARNED = 8
+"""Parameters that blocks' own arguments may be computed from: biases, and not an encoder."""
+
+
+_LEAST_SHARE = 0.2
+"""Of a model's weights without its embeddings: an encoder's half is enough, a head's is not."""
 
 
 class NoRowError(ValueError):
@@ -82,6 +91,7 @@ class Row:
         learned: parameters in `below` from which blocks' own arguments are computed, such as a
             learned position bias.
         called_below, called_above: modules outside of blocks that are called there.
+        samples_at: the hidden state's dimension of samples: 0, or 1 as in XLNet.
     """
 
     name: str
@@ -92,43 +102,60 @@ class Row:
     learned: frozenset[str]
     called_below: frozenset[nn.Module]
     called_above: frozenset[nn.Module]
+    samples_at: int
 
 
-def find_row(model: nn.Module, run: Callable[[], Any]) -> Row:
-    """Find a model's row of blocks by running it.
+def find_rows(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[Row]:
+    """Find what may be a model's row of blocks, the best first, by running it.
 
     Args:
         run: calls the model's forward on a few samples.
     Raises:
         NoRowError: no list of modules is such a row; the message says of each why not.
     """
+    reasons: list[str] = []
+    rows: list[Row] = []
+    loops: list[str] = []
     with _watched(model):
-        reasons = []
-        for name, blocks in _candidates(model):
+        candidates = deque(_candidates(model))
+        while candidates:
+            name, blocks = candidates.popleft()
             record = _Record(model, blocks)
             with record.listening():
                 run()
             try:
-                return record.row(name)
+                rows.append(record.row(name, num_samples))
             except NoRowError as error:
                 reasons.append(f"{name}: {error}")
-    raise NoRowError("; ".join(reasons[:3]) or "it holds no list of two blocks or more")
+                if record.repeats:
+                    loops.append(name.rpartition(".")[0])
+            # Blocks that run many times, as ALBERT's, freeze as one, with what loops over them.
+            if not candidates and not rows and loops:
+                candidates.extend((one, (model.get_submodule(one),)) for one in loops if one)
+                loops.clear()
+    if not rows:
+        raise NoRowError("; ".join(reasons[:3]) or "it holds no list of two blocks or more")
+    # What is learned below is computed anew for each block: a decoder's encoder, say.
+    return sorted(rows, key=lambda row: len(row.learned))
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, tuple[nn.Module, ...]]]:
-    """Return the lists of modules that may be the row, those with most parameters first."""
-    sized = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
-            blocks = tuple(module)
-            if all(isinstance(block, nn.Module) and _size(block) for block in blocks):
-                sized.append((_size(module), name, blocks))
-    sized.sort(key=lambda one: -one[0])
-    found = [(name, blocks) for _, name, blocks in sized if len(blocks) > 1]
-    # Blocks that are run many times, such as ALBERT's, freeze as one: with what loops over them.
-    loops = dict.fromkeys(name.rpartition(".")[0] for _, name, _ in sized)
-    found += [(name, (model.get_submodule(name),)) for name in loops if name]
-    return found
+    """Return the lists of modules that may be the row, those with most parameters first.
+
+    Short lists, such as the layers of a head, are none.
+    """
+    tables = sum(_size(part) for part in model.modules() if isinstance(part, nn.Embedding))
+    least = _LEAST_SHARE * (_size(model) - tables)
+    lists = [
+        (name, tuple(module))
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
+        if all(map(_size, module)) and _size(module) >= least
+    ]
+    parts = {id(part) for _, blocks in lists for one in blocks for part in one.modules()}
+    # A list within a block is no row of the model, but of that block.
+    outer = [(n, blocks) for n, blocks in lists if id(model.get_submodule(n)) not in parts]
+    return sorted(outer, key=lambda one: -sum(map(_size, one[1])))
 
 
 def _size(module: nn.Module) -> int:
@@ -231,12 +258,23 @@ class _Record:
         if self.depth == 0 and (name := self.name_of.get(identity)) is not None:
             self.read[-1].add(name)
 
-    def row(self, name: str) -> Row:
+    @property
+    def repeats(self) -> bool:
+        """Tell whether a module ran more than once."""
+        return len({call.index for call in self.calls}) < len(self.calls)
+
+    def row(self, name: str, num_samples: int) -> Row:
         order = [call.index for call in self.calls]
         if order != list(range(len(self.blocks))):
             spelled = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
             raise NoRowError(f"its modules run in the order {spelled or 'of none'}")
         calls = self._chain()
+        hidden = calls[0].hidden_in(self.calls[0].given)
+        samples_at = next((d for d in range(2) if hidden.shape[d : d + 1] == (num_samples,)), None)
+        if samples_at is None:
+            raise NoRowError(
+                f"its hidden state has shape {tuple(hidden.shape)} for {num_samples} samples"
+            )
         return Row(
             name,
             tuple(self.blocks),
@@ -246,19 +284,24 @@ class _Record:
             self._learned(calls),
             frozenset().union(*self.called[:-1]),
             frozenset(self.called[-1]),
+            samples_at,
         )
 
     def _chain(self) -> tuple[BlockCall, ...]:
         """Check that each block takes what the one before it has returned."""
         found = []
         previous: Tensor | None = None
+        made: set[int] = set()
         for call in self.calls:
+            if any(id(x) in made and x is not previous for x in tree_leaves(call.given)):
+                raise NoRowError(f"block {call.index} takes what a block before it made")
             takes = _first_hidden(call) if previous is None else _place_of(call, previous)
             leaves, answer = tree_flatten(call.answer)
             returns = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
             if returns is None:
                 raise NoRowError(f"block {call.index} returns no tensor")
             previous = leaves[returns]
+            made |= {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
             others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             found.append(BlockCall(takes, answer, returns, others))
         return tuple(found)
@@ -267,8 +310,7 @@ class _Record:
         """Name the parameters from which arguments of blocks are computed.
 
         Raises:
-            NoRowError: an argument comes from another block, or from what the hidden state itself
-                is computed from.
+            NoRowError: an argument comes from another block, or from many tensors.
         """
         names = {name for read in self.read[:-1] for name in read}
         below = {n: p for n, p in self.model.named_parameters() if n in names and p.requires_grad}
@@ -282,14 +324,12 @@ class _Record:
                         raise NoRowError(f"block {call.index} takes what a block before it made")
                     by = zip(below, _gradients(leaf, list(below.values())), strict=True)
                     learned |= {name for name, gradient in by if gradient is not None}
-        first = calls[0].hidden_in(self.calls[0].given)
-        if learned and first.requires_grad:
-            by = zip(below, _gradients(first, list(below.values())), strict=True)
-            if both := sorted(n for n, gradient in by if gradient is not None and n in learned):
-                raise NoRowError(
-                    f"its blocks take, beside the hidden state, what is computed of {both[0]}, "
-                    "as the hidden state is"
-                )
+        if len(learned) > _MOST_LEARNED:
+            raise NoRowError(
+                "its blocks take, beside the hidden state, what is computed from "
+                f"{len(learned)} parameters, such as {min(learned)!r}: that would be done anew "
+                "for every block"
+            )
         return frozenset(learned)
 
 
@@ -304,7 +344,7 @@ def _tensors_outside(model: nn.Module, inside: set[nn.Module]) -> dict[str, Tens
     return {n: t for n, t in found.items() if known.setdefault(id(t), n) == n}
 
 
-def _gradients(output: Tensor, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(output: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     if not inputs:
         return ()
     return torch.autograd.grad(output.sum(), inputs, allow_unused=True, retain_graph=True)

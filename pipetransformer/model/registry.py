@@ -16,6 +16,7 @@ from pipetransformer.model import (
     transformers_vit,
 )
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
+from pipetransformer.model.peft_models import refuse_peft
 from pipetransformer.model.transformer import qualified_name
 
 
@@ -53,6 +54,7 @@ def adapt(
     read: general.Read | None = None,
     *,
     loss_fn: LossFunction | None = None,
+    unties: bool = False,
 ) -> LayeredModel:
     """Present a model as a sequence of sublayers, by the adapter of its class or by running it.
 
@@ -61,12 +63,14 @@ def adapt(
     Args:
         read: reads a few samples, for a model whose class has no adapter.
         loss_fn: the user's own, in whose place no loss of the model is looked for.
+        unties: whether a head gets copies of the tensors that it shares with layers below.
     Raises:
         TypeError: no adapter knows the model, and no samples are given.
         ValueError: the model has a setting that its sublayers cannot honour, or no row of blocks.
     """
     if isinstance(model, LayeredModel):
         return model
+    refuse_peft(model)
     kind = _known_kind(model)
     if kind is not None:
         build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]
@@ -77,10 +81,14 @@ def adapt(
             # Its own forward follows a setting, or a replaced part, that our adapter does not.
             if read is None or build not in _SHIPPED:
                 raise
-    if read is None:
-        raise TypeError(f"no adapter knows a {qualified_name(type(model))}{_way_out(model)}")
     _refuse_wrapper(model)
-    return general.present(model, read(general.names_of(model)), loss_fn)
+    if read is None:
+        raise TypeError(
+            f"no adapter knows a {qualified_name(type(model))} without samples: give them as "
+            "read=, or a LayeredModel built from its sublayers, or call "
+            "register_adapter(class, build)"
+        )
+    return general.present(model, read(general.names_of(model)), loss_fn, unties=unties)
 
 
 def entry_names(model: nn.Module | LayeredModel) -> general.EntryNames:
@@ -111,45 +119,15 @@ def _known_kind(model: object) -> type[Any] | None:
 
 
 def _refuse_wrapper(model: nn.Module) -> None:
-    """Raise a TypeError for a wrapper whose own work, such as summing gradients, is done here."""
+    """Raise a TypeError for a wrapper of torch's, whose own forward would not be called."""
     for path in _WRAPPED:
         held = getattr(model, path, None)
         if isinstance(held, nn.Module) and qualified_name(type(model)).startswith("torch."):
             raise TypeError(
-                f"a {type(model).__name__} wraps a {type(held).__name__}, and its own forward "
-                f"would not be called: give model.{path}"
+                f"no adapter knows a {type(model).__name__}: give model.{path}, the "
+                f"{type(held).__name__} that it wraps (a wrapper's own forward would not be "
+                "called)"
             )
-
-
-def _way_out(model: nn.Module) -> str:
-    """Say what to give instead: the wrapped model, or samples."""
-    for path in _WRAPPED:
-        held = getattr(model, path, None)
-        if isinstance(held, nn.Module) and qualified_name(type(model)).startswith("torch."):
-            return f": give model.{path}, the {type(held).__name__} that it wraps"
-    return (
-        f"; known without samples are {', '.join(_known_names())}. A Trainer knows others by "
-        "running a few samples; adapt(model, read) does, too"
-    )
-
-
-def _known_names() -> list[str]:
-    """Name what has an adapter; transformers' families with the same tasks stand together."""
-    tasks_of: dict[str, list[str]] = {}
-    for kind in _BUILDERS:
-        name = kind if isinstance(kind, str) else qualified_name(kind)
-        if name.startswith("transformers.models."):
-            family, _, task = name.rpartition(".")[2].partition("For")
-            tasks_of.setdefault(family, []).append(f"For{task}")
-        else:
-            tasks_of[name] = []
-    families_of: dict[str, list[str]] = {}
-    for family, tasks in tasks_of.items():
-        families_of.setdefault("/".join(tasks), []).append(family)
-    return [
-        f"{'/'.join(families)} {tasks}" if tasks else ", ".join(families)
-        for tasks, families in families_of.items()
-    ]
 
 
 def _check_forward(model: nn.Module, kind: type[Any]) -> None:

@@ -16,10 +16,10 @@ ViT lost three points of accuracy against a plain loop. `cache_dtype` makes rows
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import ModuleType
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from autopipe.loss import Loss
 from pipetransformer.config import TrainConfig
+from pipetransformer.model.compiled_blocks import CompiledBlocks, num_frames
 from pipetransformer.model.layered_model import LayeredModel
 from pipetransformer.model.optimizers import OptimizerFactory
 from pipetransformer.model.precision import DTYPES
@@ -54,6 +55,11 @@ class Task:
         """Return the dtype of autocast; None computes as the weights are."""
         return DTYPES[self.config.precision]
 
+    def prefix_depth(self, num_frozen: int) -> int:
+        """Return how many of the frozen layers never change, and can be run without gradients."""
+        trains = self.config.tied_weights == "train"
+        return 0 if trains and self.model.shared_above(num_frozen) & self.trainable else num_frozen
+
     def call(
         self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
     ) -> Tensor:
@@ -69,6 +75,19 @@ class Task:
         # Autocast's cache of cast weights would save nothing: a call mostly uses a weight once.
         # Without it, the gradients of a weight that is used twice are added up in float32.
         return torch.autocast(device.type, dtype=self.computes_in, cache_enabled=False)
+
+    def compiled(self, indices: Iterable[int]) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context in which blocks among sublayers run compiled, if that is set.
+
+        It holds for which parameters need gradients now. A step's backwards belong into it, too,
+        as layers may run forward again in them.
+        """
+        return self._blocks.of(indices) if self.config.compile else nullcontext
+
+    @cached_property
+    def _blocks(self) -> CompiledBlocks:
+        backend, mode = self.config.compile_backend, self.config.compile_mode
+        return CompiledBlocks(self.model, backend=backend, mode=mode)
 
     def run(
         self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
@@ -141,23 +160,28 @@ def in_mode(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
 def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> None:
     """Have frozen and resting layers need no gradient; other layers' flags are the user's."""
     changed = False
+    training = task.config.tied_weights == "train"
+    tied = task.model.shared_above(num_frozen) if training else frozenset()
     for index, sublayer in enumerate(task.model.sublayers):
         for name, tensor in task.model.tensors(index).items():
             # A tied tensor freezes with its first sublayer.
             if isinstance(tensor, nn.Parameter) and task.model.owners[name] == index:
                 trains = sublayer.layer >= num_frozen and sublayer.layer not in resting
-                wanted = name in task.trainable and trains
+                wanted = name in task.trainable and (trains or name in tied)
                 changed |= tensor.requires_grad is not wanted
                 tensor.requires_grad_(wanted)
                 tensor.grad = None
     compiler = sys.modules.get("torch._dynamo")
-    if changed and compiler is not None and _has_compiled(compiler, task.model.model):
+    if changed and compiler is not None and _has_compiled(task.model.model):
         # torch 2.11 goes on with what it compiled for the old flags: a layer that thaws would get
         # no gradient (pytorch issue 139476).
         compiler.reset()
 
 
-def _has_compiled(compiler: ModuleType, model: nn.Module) -> bool:
-    """Tell whether torch has compiled anything; a reset without need takes three seconds."""
+def _has_compiled(model: nn.Module) -> bool:
+    """Tell whether torch has compiled more than our blocks, which know their flags.
+
+    A reset without need takes three seconds, and compiles blocks anew.
+    """
     asked = any(module._compiled_call_impl is not None for module in model.modules())
-    return asked or bool(compiler.utils.counters["frames"])
+    return asked or num_frames() > CompiledBlocks.num_frames

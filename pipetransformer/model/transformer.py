@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from autopipe.profile import recomputes_itself
 from pipetransformer.model.layered_model import Sublayer
 
 
@@ -129,12 +131,36 @@ def refuse_replaced(*modules: nn.Module) -> None:
 
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise a ValueError if activations are recomputed: blocks' own forwards are not called."""
-    flags = ("grad_checkpointing", "gradient_checkpointing")
-    if any(getattr(module, flag, False) for module in model.modules() for flag in flags):
+    if _is_checkpointing(model):
         raise ValueError(
-            f"gradient checkpointing of this {type(model).__name__} is on, but would "
-            "have no effect here, as sublayers are called one by one; switch it off"
+            f"gradient checkpointing of this {type(model).__name__} is on, but would have no "
+            "effect here, as sublayers are called one by one; switch it off, and set "
+            "activation_checkpointing=True"
         )
+
+
+def _is_checkpointing(model: nn.Module) -> bool:
+    flags = ("grad_checkpointing", "gradient_checkpointing")
+    return any(getattr(module, flag, False) for module in model.modules() for flag in flags)
+
+
+def refuse_lost_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise a ValueError if a model recomputes activations, and its blocks would not, or wrongly.
+
+    Args:
+        blocks: called one by one, as they are.
+    """
+    if not any(map(recomputes_itself, blocks)):
+        refuse_checkpointing(model)
+    for module in chain.from_iterable(block.modules() for block in blocks):
+        asks = vars(module).get("gradient_checkpointing")
+        keywords = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {})
+        if asks and keywords.get("use_reentrant") is not False:
+            raise ValueError(
+                f"gradient checkpointing of this {type(model).__name__} is reentrant, and would "
+                "give a block above frozen ones no gradient; switch it on with "
+                "use_reentrant=False, or off, and set activation_checkpointing=True"
+            )
 
 
 def refuse_own_loss(model: Any) -> None:

@@ -79,6 +79,11 @@ class RunLog:
             self.say(_cache_text(cache_bytes, Path(self._config.cache_folder)))
         self._progress.open(clock.step, clock.max_steps)
 
+    def verified(self, how: str) -> None:
+        """Record how a model without a hand-written adapter equals its own forward; "" is none."""
+        if how:
+            self._record("verified", 0, how=how)
+
     def say(self, line: str) -> None:
         """Write a line on rank 0, beside the bar or in the log; "" writes nothing."""
         if line and self._world.is_main:
@@ -306,12 +311,13 @@ class RunLog:
         if self._world.size == 1:  # M matters only where a batch is cut.
             num_micro_batches = decision.plan.num_micro_batches
             parts = f", M = {num_micro_batches}" if num_micro_batches > 1 else ""
-            return f"frozen {decision.num_frozen}{parts}"
+            again = ", recomputed" if decision.plan.recomputes else ""
+            return f"frozen {decision.num_frozen}{parts}{again}"
         text = "frozen {frozen}, K x R = {length}x{replicas}, M = {micro_batches}"
         workers = self._topology(decision).workers
         shared = f", workers {'-'.join(map(str, workers))}" if max(workers) > 1 else ""
         versions = self._config.weight_versions
-        schedule = decision.plan.schedule + (f", {versions} weights" if versions else "")
+        schedule = decision.plan.manner + (f", {versions} weights" if versions else "")
         return f"{text.format(**self._shape(decision))}{shared} ({schedule})"
 
     def _forward_s(self, num_frozen: int) -> float:

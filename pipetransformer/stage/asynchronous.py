@@ -202,7 +202,8 @@ class AsynchronousStage(Stage):
         if self._wiring.side_in is not None:
             self._wiring.side_in.begin(all_sizes, self._wiring.turn.own(len(all_sizes)))
         program = self._program(num_steps, len(sizes))
-        report = run_program(program, work, self._links, all_sizes)
+        with self._compiled():
+            report = run_program(program, work, self._links, all_sizes)
         for routes in self._wiring.side_out:
             routes.finish_step()
         return report

@@ -94,6 +94,7 @@ class Stage:
         self.share = RankShare(self._cut, self._wiring.replica, self._wiring.turn)
         self._links = self._wiring.links()
         self.parameters = trained_parameters(task, self._trained)
+        self._compiled = task.compiled(self._trained)
         self.optimizer = build_optimizer(task, self.parameters)
         self.signals = IntervalSignals(
             {task.model.sublayers[i].name: owned_parameters(task, i) for i in self._trained},
@@ -367,9 +368,10 @@ class Stage:
         program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]
         # Sums over the replicas go on beside the last backward, which completes the gradients.
         arm = self._reducer.arm if self._reducer is not None else lambda: None
-        report = run_program(
-            program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
-        )
+        with self._compiled():
+            report = run_program(
+                program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
+            )
         work.finish_step()
         on_cuda = self._world.device.type == "cuda"
         if on_cuda and (self._device_end is None or recorder is not None):

@@ -31,6 +31,7 @@ from autopipe.engine import (
     Watchdog,
 )
 from autopipe.plan import PipelinePlan
+from autopipe.profile import recomputes_itself
 from pipetransformer.errors import PeerError
 from pipetransformer.model import Task, trained_parameters
 from pipetransformer.processes import World
@@ -48,6 +49,7 @@ class StageWiring:
         is_spare: whether it is in no pipeline.
         is_last: whether it is the last stage, which needs the targets.
         indices: the sublayers it trains; none on a spare.
+        repeated: those of them that run forward again in the backward.
         replica: which pipeline it belongs to.
         turn: the micro-batches that this worker of its stage takes.
         timeout_s: the longest wait for another rank.
@@ -71,10 +73,15 @@ class StageWiring:
         self.side_out: tuple[SideSender, ...] = ()
         self.side_in: SideReceiver | None = None
         if self.is_spare:
-            self.turn, self.indices = Turn(), range(0)
+            self.turn, self.indices, self.repeated = Turn(), range(0), frozenset[int]()
             return
         self.turn = Turn(topology.worker_of(world.rank), topology.workers[self.index])
         self.indices = range(*plan.boundaries[self.index : self.index + 2])
+        self.repeated = frozenset(
+            index
+            for index in self.indices[: len(task.model.sublayers) - 1 - self.indices.start]
+            if plan.recomputes and not recomputes_itself(task.model.sublayers[index].module)
+        )
         if self.index == 0:
             self.side_out = tuple(
                 SideSender(

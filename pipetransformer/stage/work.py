@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from autocache import HIDDEN, CacheStats
 from autodp import mix_seed
-from autopipe.engine import Payload, StageWork
+from autopipe.engine import ForwardPass, Payload, StageWork, running
 from autopipe.loss import LossValue, SplitProbe, head_of
 from freeze.signals import gram
 from pipetransformer.config import Metric
@@ -152,10 +154,16 @@ class LayerWork(StageWork):
         task = self._wiring.task
         with task.computing(self._wiring.device):
             for index in self._wiring.indices:
-                self.seed(micro_batch, index)
-                value = task.run(index, value, sides=entries)
+                value = self.run_layer(micro_batch, index, value, entries)
                 self.see(index, value)
         return value
+
+    def run_layer(
+        self, micro_batch: int, index: int, value: Tensor | Mapping[str, Tensor], entries: Batch
+    ) -> Tensor:
+        """Run one sublayer."""
+        self.seed(micro_batch, index)
+        return self._wiring.task.run(index, value, sides=entries)
 
     def _loss_of(self, micro_batch: int, output: Tensor, target: Any) -> LossValue:
         loss_fn = self._wiring.task.loss_fn
@@ -241,6 +249,29 @@ class TrainWork(LayerWork):
         # draw from them, to the first one, in case it missed some, and to the last, for the loss.
         if index in (self._wiring.indices.start, len(model.sublayers) - 1, *model.plainly_random):
             seed_plainly(seed)
+
+    def run_layer(
+        self, micro_batch: int, index: int, value: Tensor | Mapping[str, Tensor], entries: Batch
+    ) -> Tensor:
+        if index not in self._wiring.repeated:
+            return super().run_layer(micro_batch, index, value, entries)
+        run = partial(super().run_layer, micro_batch, index, entries=entries)
+        version = value._version if isinstance(value, Tensor) else 0
+        # The seed is part of what is repeated, so the state of generators need not be kept.
+        output: Tensor = checkpoint(
+            run,
+            value,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(_told_apart, micro_batch, len(self.batches.sizes)),
+        )
+        if isinstance(value, Tensor) and value._version != version:
+            name = self._wiring.task.model.sublayers[index].name
+            raise ValueError(
+                f"sublayer {name!r} writes into its input, from which it must run again; let it "
+                "work out of place, or set activation_checkpointing=False"
+            )
+        return output
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return the micro-batch's part of the step's mean loss, times the loss scale.
@@ -362,6 +393,14 @@ def without_full_masks(batch: Batch, names: Sequence[str]) -> Batch:
     """
     full = {name for name in names if name in batch and bool((batch[name] != 0).all())}
     return {name: entry for name, entry in batch.items() if name not in full}
+
+
+def _told_apart(
+    micro_batch: int, num_micro_batches: int
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts that tell layers whether their forward will be repeated, or is repeated."""
+    passed = ForwardPass(micro_batch, num_micro_batches)
+    return running(replace(passed, checkpointing=True)), running(replace(passed, recomputing=True))
 
 
 def _precise(value: Tensor | float) -> Tensor | float:

@@ -2,8 +2,8 @@
 the invariants.
 
 What may change, also several things at once and at consecutive steps: the pipeline's length K (and
-so the replicas R, and which ranks are idle), its cuts, the micro-batches M, the schedule and the
-frozen layers, up and down.
+so the replicas R, and which ranks are idle), its cuts, the micro-batches M, the schedule, whether
+forwards run again in the backward, and the frozen layers, up and down.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FIXED = (
     ("mix4", "mlp4"),
     ("mlp6", "head"),
 )
-PARTS = ("length", "micro_batches", "schedule", "cuts", "frozen")
+PARTS = ("length", "micro_batches", "schedule", "cuts", "frozen", "recomputes")
 SETTINGS = st.fixed_dictionaries(
     {
         "max_grad_norm": st.sampled_from([None, 0.5]),
@@ -140,7 +140,8 @@ def shapes_like(
             st.integers(first + 1, NUM_SUBLAYERS - 1), min_size=length - 1, max_size=length - 1
         )
         cuts = tuple(sorted(draw(begins)))
-    return Shape(length, micro_batches, schedule, cuts, spares=True)
+    again = draw(st.booleans()) if "recomputes" in parts else before.recomputes
+    return Shape(length, micro_batches, schedule, cuts, spares=True, recomputes=again)
 
 
 def train_watched(scenario: Scenario) -> Outcome:

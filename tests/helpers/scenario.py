@@ -47,6 +47,7 @@ class Shape:
         length, micro_batches, schedule: K, M, and in which order they run.
         cuts: the sublayers with which stages 1, 2, ... begin; () cuts evenly.
         spares: whether the length may leave ranks idle; else the longest that does not is taken.
+        recomputes: whether forwards run again in the backward.
     """
 
     length: int
@@ -54,6 +55,7 @@ class Shape:
     schedule: str = "1f1b"
     cuts: tuple[int, ...] = ()
     spares: bool = False
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ class Forced:
             boundaries=cuts,
             num_micro_batches=shape.micro_batches,
             schedule=shape.schedule,
+            recomputes=shape.recomputes,
         )
 
 

@@ -275,9 +275,9 @@ def test_stages_are_linked_over_the_gpu_where_the_group_is_nccl_s(
     monkeypatch.setattr(stage_wiring, "Uploader", lambda device: None)
     task = SimpleNamespace(
         config=SimpleNamespace(step_limit_s=lambda step_s: 30.0),
-        model=SimpleNamespace(sides_of=lambda first, last: (), targets=()),
+        model=SimpleNamespace(sides_of=lambda first, last: (), targets=(), sublayers=(1, 2, 3)),
     )
-    plan = SimpleNamespace(boundaries=(0, 1, 2, 3), predicted_step_s=0.1)
+    plan = SimpleNamespace(boundaries=(0, 1, 2, 3), predicted_step_s=0.1, recomputes=False)
     links = StageWiring(
         task,
         world,

@@ -50,13 +50,14 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **each("step_timeout_s setup_timeout_s", 0, -1.0, math.nan, math.inf, "60"),
     **each(
         "scale_batch cache progress pin_memory remove_unused_columns group_by_length "
-        "load_best_model_at_end tensorboard",
+        "load_best_model_at_end tensorboard compile",
         "no", 1, None,
     ),
     "collate_fn": ("pad", 1),
     "eval_collate_fn": ("pad", 1),
     "sample_order": ("shuffled", 1),
     "resume": ("no", "Auto", 1, 0, None),
+    "activation_checkpointing": ("never", "Auto", 1, 0, None),
     "learning_rate_schedule": (0.1, "cosin", None),
     "warmup": (-1, 1.0, 10.0, math.nan, True, "0.1", None),
     "layer_decay": (0, -0.5, 1.5, math.nan, "0.75"),
@@ -68,7 +69,10 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "cache_device": ("gpu", "cuda:0", None),
     "cache_check": ("some", None, True),
     "cache_dtype": ("bf16", "float32", 16),
+    "tied_weights": ("tie", None, True),
     "precision": ("fp32", "bfloat16", "", 16, torch.bfloat16),
+    "compile_backend": (None, 3),
+    "compile_mode": ("reduce-overhead", "default", True),
     "schedule": ("1F1B", "zero-bubble", 1),
     "weight_versions": ("newest", True, 2),
     "device": ("gpu", None, 0),
@@ -121,6 +125,16 @@ def test_help_has_the_default_the_rule_and_the_meaning_of_every_setting() -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"compile_backend": "eager"}, "have no effect without compile=True"),
+        ({"compile_mode": "max-autotune-no-cudagraphs"}, "have no effect without compile=True"),
+        (
+            {
+                "compile": True,
+                "compile_backend": "eager",
+                "compile_mode": "max-autotune-no-cudagraphs",
+            },
+            "which inductor alone knows, and compile_backend is 'eager'; leave one",
+        ),
         ({"checkpoint_every_epochs": 1}, "need a folder to save to; give folder="),
         ({"checkpoint_every_steps": 5}, "need a folder to save to; give folder="),
         ({"resume": True}, "need a folder to save to; give folder="),
@@ -262,7 +276,7 @@ def with_batch_norm() -> nn.Sequential:
         ({"pipeline_length": 2}, ValueError, "length 2 does not fit 1 processes"),
         ({"device": "cuda"}, ValueError, "device='cuda' needs a GPU"),
         ({"loss_fn": None}, ValueError, "no loss of its own; give loss_fn="),
-        ({"model": nn.Linear(6, 3)}, TypeError, "no adapter knows"),
+        ({"model": nn.Linear(6, 3)}, ValueError, "this Linear has no row of blocks"),
         ({"model": with_batch_norm()}, ValueError, "'1' is a BatchNorm1d"),
         ({"train_dataset": Stream()}, TypeError, r"train_dataset \(Stream\) has no length"),
         ({"train_dataset": []}, ValueError, "train_dataset is empty"),
@@ -310,4 +324,7 @@ def test_a_batch_smaller_than_the_world_is_refused_before_it_is_joined(
 def test_a_wait_within_a_step_is_limited_as_set_or_by_twenty_steps_and_a_minute(
     set_s: float | None, predicted_s: float, limit_s: float
 ) -> None:
-    assert make_config({"step_timeout_s": set_s}).step_limit_s(predicted_s) == limit_s
+    config = make_config({"step_timeout_s": set_s})
+    assert config.step_limit_s(predicted_s) == limit_s
+    # A rank may compile within a step, while the others wait.
+    assert dataclasses.replace(config, compile=True).step_limit_s(predicted_s) == limit_s + 600.0

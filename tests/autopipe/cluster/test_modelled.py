@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from autopipe.cluster.description import BATCH_SIZES, Cluster, modelled_profile
-from autopipe.cluster.kernel_counts import COUNTED_AS, Kernel, count_bytes, count_kernels
+from autopipe.cluster.kernel_counts import Kernel, count_bytes, count_kernels
 from autopipe.plan.explanation import explain
 from autopipe.plan.request import PlanRequest
 from autopipe.plan.search import least_memory_plan, plan_pipeline, predict
 from autopipe.profile.chain import ProfiledSublayer, chain_bytes
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
-from pipetransformer.cli.named_model import ModelChoice, build_named
+from pipetransformer.cli.model_choice import ModelChoice
+from pipetransformer.cli.named_model import build_named
 from pipetransformer.cli.places import profiled
 
 FREE = LinkCost(0.0, math.inf)
+FLASH = "_scaled_dot_product_flash_attention"
 Builder = Callable[[], nn.Module]
 
 
@@ -74,7 +76,7 @@ def flops(kernels: tuple[Kernel, ...]) -> float:
 
 def test_vit_base_counts_the_published_parameters_and_flops() -> None:
     named = build_named(ModelChoice("vit_base_patch16_224"), device="meta")
-    sublayers = profiled(named.model)
+    sublayers = profiled(named)
     counts, sizes = (
         count_kernels(sublayers, named.batch(2)),
         count_bytes(sublayers, named.batch(2)),
@@ -105,7 +107,12 @@ def test_flops_are_those_that_torch_counts_on_a_real_run(
     counts = count_kernels(chain(*builders), meta(*shape))
     model = nn.Sequential(*(build() for build in builders))
     # torch before 2.15 does not count attention on a CPU.
-    attention = {kind: flop_registry[same].__wrapped__ for kind, same in COUNTED_AS.items()}
+    attention = {
+        getattr(torch.ops.aten, f"{FLASH}_for_cpu{way}"): flop_registry[
+            getattr(torch.ops.aten, f"{FLASH}{way}")
+        ].__wrapped__
+        for way in ("", "_backward")
+    }
     with FlopCounterMode(display=False, custom_mapping=attention) as counter:
         output = model(torch.randn(shape))
         assert sum(flops(count.forward) for count in counts) == counter.get_total_flops()
@@ -220,12 +227,20 @@ class Grouped(nn.Module):
         return F.scaled_dot_product_attention(hidden, shared, shared, enable_gqa=True)
 
 
+def test_heads_that_share_keys_are_attended_by_one_kernel_as_on_a_gpu() -> None:
+    sublayers = chain(lambda: nn.Linear(4, 4), Grouped)
+    count = count_kernels(sublayers, meta(2, 2, 8, 4))[1]
+    assert [kernel.flops for kernel in count.forward] == [2 * 2 * (2 * 2 * 8 * 8 * 4)]
+    assert flops(count.backward) == 5 * 2 * (2 * 2 * 8 * 8 * 4)
+    # The query, whose storage has the keys and values, the output, and a sum a token and head.
+    sizes = count_bytes(sublayers, meta(2, 2, 8, 4))[1]
+    assert sizes["saved_bytes"] == 4 * 2 * (2 * 8 * 4 + 8)
+
+
 def test_attention_that_no_fused_kernel_takes_is_counted_taken_apart() -> None:
-    (count,) = count_kernels(chain(Grouped), meta(2, 2, 8, 4))
-    assert flops(count.forward) == 2 * 2 * (2 * 2 * 8 * 8 * 4)
-    assert len(count.forward) > 1
     (count,) = count_kernels(chain(WideValues), meta(2, 2, 8, 4))
     assert flops(count.forward) == 2 * (2 * 2 * 8 * 8 * (4 + 12))
+    assert len(count.forward) > 2
 
 
 class WideValues(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopipe.profile import chain as chain_module
 from autopipe.profile.chain import ProfiledSublayer, profile_sublayers, quartiles, uncertainty
@@ -170,6 +171,29 @@ def test_weights_that_an_autocast_casts_are_counted_by_themselves_at_any_size() 
         # 8 inputs, cast, and 16 values behind the ReLU.
         assert cost.saved_bytes == 2 * (8 + 16)
     assert profile_sublayers(chain(nn.Linear(8, 8)), batches(4)).costs[0].copy_bytes == 0
+
+
+class Repeating(nn.Sequential):
+    """Recompute, as a block of transformers does."""
+
+    gradient_checkpointing = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.gradient_checkpointing:
+            return super().forward(hidden)
+        output: Tensor = checkpoint(super().forward, hidden, use_reentrant=False)
+        return output
+
+
+def test_a_sublayer_that_recomputes_is_counted_as_it_runs_backward() -> None:
+    counted = []
+    for asks in (False, True):
+        block = Repeating(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        block.gradient_checkpointing = asks
+        counted.append(profile_sublayers(chain(block), batches(1, 4)).costs[0])
+        assert block.gradient_checkpointing is asks
+    assert [cost.recomputes for cost in counted] == [False, True]
+    assert counted[1].saved_bytes == counted[0].saved_bytes == 4 * (8 + 16)
 
 
 def test_dropout_masks_count_although_the_model_came_in_eval_mode() -> None:

@@ -18,7 +18,8 @@ from autopipe.profile.profile import Profile
 from pipetransformer.cli import main
 from pipetransformer.cli import places as plan_machine
 from pipetransformer.cli import plan_command as plan_command
-from pipetransformer.cli.named_model import ModelChoice, build_named
+from pipetransformer.cli.model_choice import ModelChoice
+from pipetransformer.cli.named_model import build_named
 from pipetransformer.cli.places import Place, described_place, make_request
 from pipetransformer.cli.plan_answer import find_plan
 from tests.helpers import costs
@@ -55,7 +56,7 @@ def without_targets() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def curious() -> tuple[nn.Module, dict[str, Tensor]]:
     model, batch = shapes_only()
-    return model, {**batch, "x": batch["x"] * batch["x"].sum().item()}
+    return model, {**batch, "x": batch["x"] * model[0].weight.sum().item()}
 
 
 def model_alone() -> nn.Module:
@@ -181,6 +182,16 @@ def test_what_does_not_fit_says_where_and_by_how_much(
     assert "no plan: no plan fits memory_limit_bytes = 1000" in capsys.readouterr().out
 
 
+def test_activations_are_recomputed_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], cluster: str
+) -> None:
+    arguments = (f"{HERE}:shapes_only", "--cluster", cluster, "--batch", "64")
+    always = plan(capsys, *arguments, "--activation-checkpointing", "always")
+    assert ", 1f1b, recomputed: step " in always and ", recompute " in always
+    never = plan(capsys, *arguments, "--activation-checkpointing", "never")
+    assert never == plan(capsys, *arguments) and "recompute" not in never
+
+
 def test_lengths_that_batch_or_layers_exclude_are_explained(cluster: str) -> None:
     place = described_place(ModelChoice(f"{HERE}:shapes_only"), cluster)
     request = make_request(
@@ -251,10 +262,12 @@ def test_machine_at_hand_is_measured_by_a_process_for_each_slot(
     ("arguments", "message"),
     [
         (["vit_base_patch16"], "no model is called 'vit_base_patch16'; give bert-base, bert-larg"),
-        (["vit_base_patch16"], "(such as vit_base_patch16_384, vit_base_patch16_224, vit_base_pa"),
-        (["nosuch"], "a VisionTransformer of timm (such as vit_base_patch16_224), or"),
-        (["vit_base_patch16_x"], "(such as vit_base_patch16_384, vit_base_patch16_224, "),
-        (["resnet50"], "no adapter knows a timm.models.resnet.ResNet; known: "),
+        (["vit_base_patch16"], "a model of timm (such as "),
+        (["nosuch"], "a model of timm (such as vit_base_patch16_224), a folder or file with"),
+        (["nosuch"], "A name of the hub is looked for in its cache alone (/"),
+        (["vgg11"], "this VGG has no row of blocks at which it could be cut"),
+        (["vgg11", "--image-size", "32"], "vgg11 takes no image_size ("),
+        (["vgg11", "--seq-length", "8"], "seq_length does not apply to vgg11; leave it out"),
         (["bert-base", "--image-size", "32"], "image_size does not apply to bert-base; leave it"),
         (["bert-base", "--seq-length", "0"], "seq_length is 0; give at least 1"),
         (["bert-base", "--seq-length", "513"], "seq_length is 513; bert-base takes up to 512"),

@@ -141,6 +141,23 @@ def test_a_pipeline_that_no_longer_fits_the_memory_is_left_whatever_that_costs()
     assert fastest_plan(thawed).length == 2
 
 
+def test_stages_that_recompute_stay_so_until_memory_allows_them_to_keep() -> None:
+    heavy = costs.profile(*(costs.sublayer(layer, saved_bytes=100.0) for layer in range(6)))
+    shape: dict[str, Any] = {
+        "profile": heavy, "lengths": (2,), "micro_batches": (2,), "recompute": (False, True),
+    }  # fmt: skip
+    limit = {"memory_limit_bytes": 3000}
+    first = fastest_plan(situation(**shape, **limit))
+    assert first.recomputes and first.boundaries == (0, 3, 6)
+    stays = fastest_plan(situation(first, transition_s=1e9, **shape, **limit))
+    assert stays == first
+    # Stage 0 trains one layer of three now, and has room for its activations.
+    frozen = fastest_plan(situation(first, transition_s=1e9, num_frozen=2, **shape, **limit))
+    assert not frozen.recomputes and frozen.boundaries == (2, 3, 6)
+    with pytest.raises(ValueError, match="no plan fits"):
+        fastest_plan(situation(**{**shape, "recompute": (False,)}, **limit))
+
+
 def test_nothing_that_fits_is_an_error_that_says_what_would() -> None:
     for scale_batch in (False, True):
         with pytest.raises(ValueError, match=r"no plan fits memory_limit_bytes = 500: .*raise"):

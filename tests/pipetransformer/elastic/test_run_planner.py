@@ -134,6 +134,28 @@ def test_a_user_s_planner_must_return_the_micro_batches_that_their_size_makes() 
         plan_of(planner(plan=lambda situation: bad))
 
 
+@pytest.mark.parametrize(
+    ("setting", "recompute"), [("auto", (False, True)), (True, (True,)), (False, (False,))]
+)
+def test_what_may_be_recomputed_is_as_the_setting_says(
+    setting: Any, recompute: tuple[bool, ...]
+) -> None:
+    one = planner(activation_checkpointing=setting)
+    assert one.request(CLOCK, 0, None).recompute == recompute
+    assert plan_of(one).recomputes is (setting is True)
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a_user_s_planner_may_not_recompute_against_the_setting(setting: bool) -> None:
+    def other(situation: PlanSituation) -> PipelinePlan:
+        return dataclasses.replace(fastest_plan(situation), recomputes=not setting)
+
+    message = f"plan has recomputes={not setting}, but activation_checkpointing is {setting}; let"
+    with pytest.raises(ValueError, match=message):
+        plan_of(planner(plan=other, activation_checkpointing=setting))
+    assert plan_of(planner(plan=other)).recomputes is not setting
+
+
 def test_rates_of_rows_are_those_of_where_they_lie() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     measured = Measurements(uniform(2), 4.0, 2.0, 100.0)

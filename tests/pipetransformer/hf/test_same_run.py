@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import EarlyStoppingCallback, ViTForImageClassification, ViTImageProcessor
 
 from pipetransformer.hf import Trainer
@@ -303,3 +304,22 @@ def test_what_is_made_of_logits_is_kept_as_in_transformers(tmp_path: Path) -> No
     (ours, mine), (theirs, other) = found
     assert ours == theirs and mine.shape == (9,)
     np.testing.assert_array_equal(mine, other)
+
+
+def test_torch_compile_has_the_losses_and_metrics_of_a_run_without(tmp_path: Path) -> None:
+    logged, graphs = [], []
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    for number, options in enumerate(({}, {**compiled, "torch_compile_mode": "default"})):
+        before = int(counters["stats"]["unique_graphs"])
+        with made(tmp_path / str(number), options=options) as trainer:
+            names = list(trainer.model.state_dict())
+            trainer.train()
+            assert list(trainer.model.state_dict()) == names
+            logs = trainer.state.log_history
+        told = ("loss", "eval_loss", "eval_accuracy")
+        logged.append([{k: v for k, v in log.items() if k in told} for log in logs])
+        graphs.append(int(counters["stats"]["unique_graphs"]) - before)
+    assert len(logged[1]) == len(logged[0])
+    for mine, expected in zip(logged[1], logged[0], strict=True):
+        assert mine == pytest.approx(expected, rel=1e-6)
+    assert graphs[0] == 0 < graphs[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,6 +14,7 @@ import pytest
 import transformers
 from transformers import TrainingArguments
 
+from freeze import JOURNAL_FILE
 from pipetransformer.hf import Trainer
 from pipetransformer.hf.training_arguments import refuse_unknown
 from tests.helpers.hf_runs import arguments, made
@@ -83,3 +85,23 @@ def verbosity() -> Iterator[None]:
 def test_transformers_logs_as_its_arguments_say(tmp_path: Path) -> None:
     with made(tmp_path, options={"log_level": "error"}, kind=Trainer):
         assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("options", "settings", "recomputes"),
+    [
+        ({}, {}, False),
+        ({"gradient_checkpointing": True}, {}, True),
+        ({"activation_checkpointing": True}, {}, True),
+        ({"gradient_checkpointing": True}, {"activation_checkpointing": False}, False),
+    ],
+    ids=str,
+)
+def test_gradient_checkpointing_recomputes_activations_unless_a_setting_says_other(
+    tmp_path: Path, options: dict[str, Any], settings: dict[str, Any], recomputes: bool
+) -> None:
+    with made(tmp_path, options={**options, "max_steps": 1}, **settings) as trainer:
+        trainer.train()
+    (line,) = (tmp_path / JOURNAL_FILE).read_text().splitlines()
+    assert json.loads(line)["decision"]["plan"]["recomputes"] is recomputes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from autopipe.profile.profile import Profile
 from freeze import FreezeSchedule
@@ -268,3 +269,14 @@ def hooks_left() -> int:
     task = make_task(model, global_batch_size=BATCH)
     measure(task, connect("cpu", timeout_s=30.0), read_ids)
     return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_measuring_compiles_equal_blocks_once_for_all_sizes() -> None:
+    task = make_task(compile=True, compile_backend="eager")
+    before = int(counters["stats"]["unique_graphs"])
+    measure(task, ALONE, read)
+    first = int(counters["stats"]["unique_graphs"])
+    # Bytes, the share of a backward for its input, and frozen forwards are measured without.
+    assert first - before == 1
+    measure(task, ALONE, read)
+    assert int(counters["stats"]["unique_graphs"]) == first

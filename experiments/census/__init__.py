@@ -1,0 +1,1 @@
+"""Try every Transformer of transformers and timm, tiny and random, with this Trainer."""

@@ -1,0 +1,108 @@
+"""Find out what the parts of a model's forward depend on, by running them with other values.
+
+an image    below the blocks only? then it need not travel with its hidden state
+padding     hidden states of it: does the answer change with them? if not, no row holds them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pipetransformer.model.own_forward import Entries, OwnForward, output_of
+
+_MASK = "attention_mask"
+_ROUNDING = 1e-5
+
+
+def run_through(own: OwnForward, given: Entries) -> Tensor:
+    """Return the answer of all parts, one after the other, in eval mode."""
+    own.forget()
+    hidden = own.below(given, training=False)
+    for index in range(len(own.row.blocks)):
+        hidden = own.block(index, hidden, given, training=False)
+    return output_of(own.above(hidden, given, training=False))
+
+
+def read_for_shape(own: OwnForward, given: Entries) -> dict[str, Tensor]:
+    """Return the floating inputs of which blocks and head use the shape alone."""
+    return {
+        name: entry
+        for name, entry in given.items()
+        if entry.is_floating_point() and entry.ndim > 2 and _is_blind(own, given, name)
+    }
+
+
+def _is_blind(own: OwnForward, given: Entries, name: str) -> bool:
+    """Tell whether what blocks are given, and the answer above them, do without an entry."""
+    zeros = {**given, name: torch.zeros((), dtype=given[name].dtype).expand(given[name].shape)}
+    with torch.no_grad():
+        hidden = own.below(given, training=False)
+        seen = [_seen(own, hidden, one) for one in (given, zeros)]
+    return all(_are_equal(*pair) for pair in zip(*seen, strict=True))
+
+
+def _seen(own: OwnForward, hidden: Tensor, entries: Entries) -> list[Any]:
+    """Return all that blocks and head make of a batch's entries, as leaves."""
+    own.forget()
+    seen = []
+    for index in range(len(own.row.blocks)):
+        seen += tree_leaves(own.arguments(index, hidden, entries, training=False))
+        hidden = own.block(index, hidden, entries, training=False)
+    return [*seen, output_of(own.above(hidden, entries, training=False))]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other)
+
+
+def padding_mask(own: OwnForward, given: Entries, config: Any) -> str | None:
+    """Return the mask's name if no token's answer depends on hidden states behind a text's end.
+
+    The second half of a sample is made padding, and its hidden states zeros before each block.
+    """
+    mask, ids = given.get(_MASK), given.get("input_ids")
+    if mask is None or ids is None or mask.shape != ids.shape or ids.shape[1] < 2:
+        return None
+    if ids.is_meta:  # A plan needs shapes alone, and values that would show it are not there.
+        return None
+    length = ids.shape[1] // 2
+    pad_id = getattr(config, "pad_token_id", None)
+    kept = torch.ones_like(mask, dtype=torch.bool)
+    kept[0, length:] = False
+    padded = {
+        **given,
+        _MASK: kept.to(mask.dtype),
+        "input_ids": ids if pad_id is None else ids.where(kept, pad_id),
+    }
+    try:
+        with torch.no_grad():
+            hidden = own.below(padded, training=False)
+            if hidden.shape[:2] != ids.shape:
+                return None
+            full, emptied = (_answer(own, hidden, padded, kept, empties=e) for e in (False, True))
+    except Exception:  # Any: it does not take such a text. BART, for one, counts its ends.
+        return None
+    close = (full - emptied).abs().max() <= _ROUNDING * full.abs().max()
+    return _MASK if bool(close) else None
+
+
+def _answer(
+    own: OwnForward, hidden: Tensor, entries: Entries, kept: Tensor, *, empties: bool
+) -> Tensor:
+    """Return the answer, of tokens alone where each has its own."""
+    where = kept.view(*kept.shape, *[1] * (hidden.ndim - 2))
+    own.forget()
+    for index in range(len(own.row.blocks)):
+        if empties:
+            hidden = hidden.where(where, 0)
+        hidden = own.block(index, hidden, entries, training=False)
+    if empties:
+        hidden = hidden.where(where, 0)
+    answer = output_of(own.above(hidden, entries, training=False)).float()
+    return answer[kept] if answer.shape[:2] == kept.shape else answer

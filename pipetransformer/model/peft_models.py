@@ -1,0 +1,64 @@
+"""Know models of peft by their names, and refuse adapters that a forward does not train alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_INSTEAD = "give a LoraConfig, or train with transformers.Trainer"
+
+_REFUSED = {
+    "ADALORA": "its ranks are allotted by update_and_allocate, which a training loop must call, "
+    f"and it adds to the loss: {_INSTEAD}",
+    **dict.fromkeys(
+        ("PREFIX_TUNING", "CARTRIDGE"),
+        "it hands all blocks one cache of keys and values, to which each adds its own: give a "
+        "PromptTuningConfig, whose virtual tokens are part of the sequence, or a LoraConfig",
+    ),
+    **dict.fromkeys(
+        ("MULTITASK_PROMPT_TUNING", "POLY"),
+        f"it takes task_ids beside what the model takes: {_INSTEAD}",
+    ),
+}
+"""By peft's name of the kind: why, and what to do."""
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model that a `peft` model calls in its forward."""
+    names = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("peft.")}
+    if "PeftMixedModel" in names:
+        return model.base_model.model
+    return model.get_base_model() if names else model
+
+
+def refuse_peft(model: object) -> None:
+    """Raise a ValueError for adapters that would not train, or not as they should.
+
+    Args:
+        model: any; one that peft has put no adapter into is fine.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        what = f"adapter {name!r} of this {type(model).__name__} is of the kind {kind}"
+        if kind in _REFUSED:
+            raise ValueError(f"{what}: {_REFUSED[kind]}")
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            # Its layers learn from hooks, set while the whole forward runs, where to begin.
+            raise ValueError(
+                f"{what} with alora_invocation_tokens, which act within the model's whole "
+                "forward alone: leave them out, or train with transformers.Trainer"
+            )
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if getattr(module, "merged_adapters", None) and _trains(module):
+            raise ValueError(
+                f"the adapters in {path!r} are merged into its weights, and would get no "
+                "gradient: call unmerge_adapter() to train them, or merge_and_unload() to train "
+                "the model itself"
+            )
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

@@ -1,0 +1,230 @@
+"""A loop of one's own trains to the same numbers with rows as without, and computes less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import freeze as freezing
+from pipetransformer import attach
+from pipetransformer.loop import CachedLoop
+from tests.helpers.any_models import KINDS, NUM_SAMPLES, Kind, build, data, mean_loss, sgd
+from tests.helpers.pool import Pool
+
+PLAN = (0, 1, 2, 1, 2)
+
+
+class Samples:
+    """Give mappings, and count reads."""
+
+    def __init__(self, entries: dict[str, Tensor]) -> None:
+        self.entries, self.reads = entries, 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.reads += 1
+        return {name: entry[index].clone() for name, entry in self.entries.items()}
+
+
+@dataclass
+class Run:
+    """Hold what a loop came to."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    hits: list[int]
+
+
+def frozen_names(kind: Kind, model: nn.Module, num_frozen: int) -> list[str]:
+    bottom = (*kind.bottom, *(f"{kind.blocks}.{i}." for i in range(num_frozen)))
+    return [n for n, _ in model.named_parameters() if num_frozen and n.startswith(bottom)]
+
+
+def run(kind: Kind, *, folder: Path | None, dataset: Any = None, **settings: Any) -> Run:
+    """Train by hand, with rows in a folder or without."""
+    model = build(kind)
+    dataset = Samples(dict(data(kind).tensors)) if dataset is None else dataset
+    optimizer, found = sgd([*model.named_parameters()]), Run([], {}, [])
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=4, shuffle=True)
+    torch.manual_seed(3)
+    cached = None
+    if folder is not None:
+        cached = attach(model, freeze=PLAN, cache_folder=folder, **settings)
+    for num_frozen in PLAN:
+        batches: Iterator[Any] = iter(loader) if cached is None else cached.epoch(loader)
+        if cached is None:
+            freezing.apply(model, num_frozen, layers=[*model.get_submodule(kind.blocks)])
+        for step, batch in enumerate(batches):
+            if cached is None and step == 0:
+                for name in frozen_names(kind, model, num_frozen):
+                    model.get_parameter(name).requires_grad_(False)
+                    model.get_parameter(name).grad = None
+            loss = mean_loss(kind, model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.losses.append(loss.item())
+        found.hits.append(cached.stats.hits if cached else 0)
+    found.losses.append(float(torch.rand(())))  # Random numbers go on alike, too.
+    if cached is not None:
+        cached.close()
+    found.weights = dict(model.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2_classifier", "llama", "deberta", "beit", "eva", "swin"])
+def test_rows_change_no_loss_and_no_weight(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    plain, ours = run(kind, folder=None), run(kind, folder=tmp_path)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
+    for key, tensor in ours.weights.items():
+        allowed = 1e-9 + 1e-9 * float(plain.weights[key].abs().max())
+        assert float((tensor - plain.weights[key]).abs().max()) <= allowed, key
+    assert ours.hits[0] == 0 and min(ours.hits[1:]) > 0
+
+
+def epochs(cached: CachedLoop, loader: DataLoader[Any], num: int) -> list[Any]:
+    batches: list[Any] = []
+    for _ in range(num):
+        batches = list(cached.epoch(loader))
+    return batches
+
+
+@pytest.fixture
+def vision(tmp_path: Path) -> Iterator[tuple[nn.Module, CachedLoop]]:
+    model = build(KINDS["eva"]).eval()
+    with attach(model, freeze=2, cache_folder=tmp_path) as cached:
+        yield model, cached
+
+
+def test_a_sample_that_hits_is_not_read_but_its_label_is(
+    vision: tuple[nn.Module, CachedLoop],
+) -> None:
+    _, cached = vision
+    entries = data(KINDS["eva"]).tensors
+    dataset = TensorDataset(entries["x"], entries["y"].clone())
+    loader = DataLoader(dataset, batch_size=5)
+    epochs(cached, loader, 1)
+    assert cached.stats.hits + cached.stats.misses == NUM_SAMPLES
+    dataset.tensors[1][3] = 2 - dataset.tensors[1][3]
+    batches = epochs(cached, loader, 1)
+    assert cached.stats.hits == NUM_SAMPLES - 1  # The corrected one is made anew.
+    assert torch.equal(torch.cat([y for _, y in batches]), dataset.tensors[1])
+    assert not batches[0][0][0].any()  # Nothing above the frozen blocks reads images.
+
+
+def test_an_edited_sample_is_computed_anew(vision: tuple[nn.Module, CachedLoop]) -> None:
+    model, cached = vision
+    entries = data(KINDS["eva"]).tensors
+    dataset = Samples({"x": entries["x"].clone(), "labels": entries["y"]})
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=5)
+    epochs(cached, loader, 2)
+    assert cached.stats.hits == NUM_SAMPLES
+    dataset.entries["x"][4] += 1
+    outputs = [model(batch["x"]).detach() for batch in cached.epoch(loader)]
+    expected = model(dataset.entries["x"]).detach()
+    torch.testing.assert_close(torch.cat(outputs), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_random_samples_are_not_cached(
+    vision: tuple[nn.Module, CachedLoop], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, cached = vision
+
+    class Augmented(Samples):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            item = super().__getitem__(index)
+            return {**item, "x": item["x"] + torch.rand(())}
+
+    entries = data(KINDS["eva"]).tensors
+    loader: DataLoader[Any] = DataLoader(
+        Augmented({"x": entries["x"], "labels": entries["y"]}), batch_size=5
+    )
+    epochs(cached, loader, 2)
+    assert cached.stats.hits == cached.stats.misses == 0
+    assert "no cache: the training set gives other values each time" in caplog.text
+    assert not any(p.requires_grad for p in model.blocks[1].parameters())
+
+
+def test_parts_of_a_batch_are_refused(vision: tuple[nn.Module, CachedLoop]) -> None:
+    model, cached = vision
+    entries = data(KINDS["eva"]).tensors
+    loader = DataLoader(TensorDataset(entries["x"], entries["y"]), batch_size=5)
+    batches = cached.epoch(loader)
+    x, _ = next(batches)
+    with pytest.raises(ValueError, match="was given 2 samples of a batch of 5: give it whole"):
+        model(x[:2])
+    batches.close()
+
+
+def test_the_model_runs_from_its_start_outside_of_batches_and_after_the_end(
+    vision: tuple[nn.Module, CachedLoop],
+) -> None:
+    model, cached = vision
+    x = data(KINDS["eva"]).tensors["x"][:5]
+    expected = model(x)
+    loader = DataLoader(TensorDataset(x, torch.zeros(5, dtype=torch.long)), batch_size=5)
+    epochs(cached, loader, 2)
+    assert torch.equal(model(x), expected)
+    cached.close()
+    assert torch.equal(model(x), expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_settings_and_depths_that_are_impossible_are_refused(tmp_path: Path) -> None:
+    model = build(KINDS["eva"])
+    with pytest.raises(ValueError, match=r"unknown setting\(s\) epochs; known: cache_folder"):
+        attach(model, freeze=1, epochs=3)
+    with pytest.raises(ValueError, match="freeze is 'all'; give a number of blocks"):
+        attach(model, freeze="all")  # type: ignore[arg-type]
+    entries = data(KINDS["eva"]).tensors
+    loader = DataLoader(TensorDataset(entries["x"], entries["y"]), batch_size=5)
+    with attach(model, freeze=7, cache_folder=tmp_path) as cached:
+        with pytest.raises(ValueError, match="freeze asks for 7 blocks, but the model has 3"):
+            next(cached.epoch(loader))
+
+
+def distributed(folder: Path | None) -> tuple[list[float], dict[str, Tensor], int]:
+    """Train under DistributedDataParallel, wrapped anew where layers freeze."""
+    kind = KINDS["gpt2_classifier"]
+    model, dataset = build(kind), Samples(dict(data(kind).tensors))
+    sampler = DistributedSampler(dataset, shuffle=True, seed=1)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=2, sampler=sampler)
+    optimizer, losses, hits = sgd([*model.named_parameters()]), [], 0
+    cached = attach(model, freeze=(2, 2), cache_folder=folder) if folder else None
+    freezing.apply(model, 2, layers=[*model.get_submodule(kind.blocks)])
+    wrapped = DistributedDataParallel(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches: Iterator[Any] = iter(loader) if cached is None else cached.epoch(loader)
+        for batch in batches:
+            loss = mean_loss(kind, wrapped, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        hits = cached.stats.hits if cached else 0
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if cached is not None:
+        cached.close()
+    return losses, weights, hits
+
+
+def test_replicas_share_their_rows_and_end_as_without(two_ranks: Pool, tmp_path: Path) -> None:
+    ours, plain = two_ranks.run(distributed, tmp_path), two_ranks.run(distributed, None)
+    for (losses, weights, hits), (expected, others, _) in zip(ours, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-9, abs=0)
+        # Most samples of the second epoch were another rank's in the first.
+        assert hits >= 4
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, others[name], rtol=1e-9, atol=1e-12)
