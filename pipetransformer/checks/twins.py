@@ -122,8 +122,10 @@ def find_gap(one: Tensor, other: Tensor, dtype: torch.dtype, *, scale: float = 0
     if one.numel() == 0:
         return ""
     absolute, relative = _ALLOWED[dtype]
-    largest = float(other.double().abs().max())
-    difference = float((one.double() - other.double()).abs().max())
+    ours, theirs = one.double(), other.double()
+    largest = float(theirs.where(theirs.isfinite(), 0).abs().max())
+    # Infinities, as a buffer of extremes begins with, are equal, but their difference is a NaN.
+    difference = float((ours - theirs).where(ours != theirs, 0).abs().max())
     # A NaN fails this comparison, and so is a difference.
     if difference <= absolute + relative * max(largest, scale):
         return ""

@@ -8,6 +8,7 @@ the model's forward; a sublayer, or a loss, that depends on how a batch is split
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -122,6 +123,11 @@ def verify_recorded(
 
     def run() -> str:
         batch = read()
+        if loss_fn is None and (by := _loss_gap(task, batch)):
+            raise ValueError(
+                f"the loss of this {type(task.model.model).__name__} was taken for "
+                f"{task.loss_fn.name!r}, but is another, {by}: give loss_fn=. {WAYS_OUT}"
+            )
         if _are_same_bits(task, batch):
             return "bit by bit"
         _, dtype, found = _verify_locally(task, task.model, loss_fn, batch)
@@ -133,6 +139,28 @@ def verify_recorded(
         return f"in {dtype}"
 
     return told_by_rank_0(run, group=world.group)
+
+
+def _loss_gap(task: Task, batch: Batch) -> str:
+    """Say how the loss that a model itself returns differs from that it was taken for, or ""."""
+    model = task.model
+    device = next(model.model.parameters()).device
+    batch = {name: entry.to(device) for name, entry in batch.items()}
+    modes = {module: module.training for module in model.model.modules()}
+    try:
+        model.model.eval()
+        with torch.no_grad():
+            output, own = OwnForward(model, None)(batch)
+            ours = mean_loss(task.loss_fn(output, model.targets_of(batch)))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    allowed = 1e-4 if own.dtype in (torch.float32, torch.float64) else 3e-2
+    one, other = float(ours), float(own)
+    # Two samples without a target have no loss.
+    if math.isclose(one, other, rel_tol=allowed, abs_tol=1e-6) or math.isnan(one):
+        return ""
+    return f"{one:.7g} instead of {other:.7g}"
 
 
 def _are_same_bits(task: Task, batch: Batch) -> bool:

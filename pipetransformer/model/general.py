@@ -105,6 +105,10 @@ def present(
     # First, as it says by name what blocks hand to the loss, which no part below could.
     loss = None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords)
     own, mask = _in_parts(model, rows, given, keywords)
+    # A span's start is one of all positions, and of another's loss it is not known what it reads:
+    # either may count hidden states of padding.
+    is_by_sample = mask is not None and _is_by_sample(model, own, given)
+    mask = mask if len(targets) == 1 and (loss is not None or is_by_sample) else None
     row = own.row
     refuse_lost_checkpointing(model, row.blocks)
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
@@ -117,8 +121,7 @@ def present(
         targets=targets,
         loss_fn=loss,
         unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
-        # An answer's start is one of all positions, those of padding too.
-        padding_mask=mask if len(targets) == 1 else None,
+        padding_mask=mask,
         biases=sorted(row.learned),
         is_recorded=True,
     )
@@ -170,6 +173,13 @@ def _in_parts(
 
 
 _ROUNDING = 1e-3
+
+
+def _is_by_sample(model: nn.Module, own: OwnForward, given: Entries) -> bool:
+    """Tell whether the answer has no entry for each token."""
+    with torch.no_grad(), _in_eval(model):
+        answer = run_through(own, given)
+    return answer.ndim == 2 or answer.shape[1] != given["input_ids"].shape[1]
 
 
 def _refuse_cache(model: nn.Module, given: Entries) -> None:

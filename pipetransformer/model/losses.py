@@ -30,7 +30,7 @@ def own_loss(model: nn.Module, config: Any, answer: Any, output: Tensor, target:
     """
     own = float(answer.loss)
     # In low precision the same sum in another order differs by more.
-    allowed = 1e-4 if answer.loss.dtype in (torch.float32, torch.float64) else 3e-2
+    allowed = 1e-5 if answer.loss.dtype in (torch.float32, torch.float64) else 3e-2
     # The nearest, as an untrained model's losses of these and of shifted tokens are about equal.
     near: list[tuple[float, Loss]] = []
     for loss in _candidates(config, output, target):
