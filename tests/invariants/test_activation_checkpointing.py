@@ -82,6 +82,7 @@ def test_two_processes_train_the_same_bits_with_dropout_across_freezes(
     assert_same_bits(*both(two_ranks, shapes))
 
 
+@pytest.mark.slow
 def test_stages_of_several_workers_train_the_same_bits(four_ranks: Pool) -> None:
     settings = {"stage_workers": (2, 1, 1)}
     assert_same_bits(*both(four_ranks, {0: Shape(3, 4)}, settings=settings))

@@ -21,6 +21,7 @@ from pipetransformer.cli.lora import Lora
 from pipetransformer.cli.model_choice import ModelChoice
 from pipetransformer.cli.named_model import build_named
 from pipetransformer.cli.places import profiled
+from tests.helpers.marks import slow
 
 CLUSTER = "docs/clusters/8x8-h100.toml"
 TINY = {
@@ -58,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SwinForImageClassification": {"image_size": 32, "patch_size": 4, "embed_dim": 8,
                                    "depths": [2, 2], "num_heads": [2, 2], "window_size": 4},
 }  # fmt: skip
+QUICK = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForQuestionAnswering")
 
 
 def saved(folder: Path, architecture: str, **further: Any) -> str:
@@ -79,7 +81,9 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "architecture", [name if name in QUICK else slow(name) for name in FAMILIES]
+)
 def test_bytes_counted_without_values_are_those_of_the_model_with_values(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -103,6 +107,7 @@ def test_activations_counted_without_values_are_those_that_a_run_keeps(tmp_path:
     assert counted[1:-1] == kept[1:-1]
 
 
+@pytest.mark.slow
 def test_experts_are_counted_in_the_dtype_of_their_kernels(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     choice = ModelChoice(saved(tmp_path, "MixtralForCausalLM", **sizes), dtype="bfloat16")
@@ -113,6 +118,7 @@ def test_experts_are_counted_in_the_dtype_of_their_kernels(tmp_path: Path) -> No
     assert all(cost.forward_s[0] > 0 for cost in profile.sublayers)
 
 
+@pytest.mark.slow
 def test_equal_blocks_cost_the_same_and_share_what_the_prologue_makes(tmp_path: Path) -> None:
     named = build_named(ModelChoice(saved(tmp_path, "LlamaForCausalLM")), device="meta")
     costs = modelled_profile(profiled(named), named.sample, load_cluster(CLUSTER)).sublayers
@@ -143,6 +149,7 @@ def test_lora_trains_its_factors_alone(tmp_path: Path) -> None:
     assert costs[-1].weight_backward_s[-1] == 0 < before[-1].weight_backward_s[-1]
 
 
+@pytest.mark.slow
 def test_targets_of_lora_can_be_named_and_else_are_the_blocks_linear_layers(
     tmp_path: Path,
 ) -> None:

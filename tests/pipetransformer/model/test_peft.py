@@ -36,8 +36,7 @@ PROMPTS = ("prompt", "p-tuning")
 
 IN_ONE_PROCESS = ["lora of timm", "dora", "lora in BERT", "prompt of BERT", "two adapters"]
 IN_A_PIPELINE = [
-    *("lora of GPT-2", "lora of BERT", "p-tuning", "lora of words and head"),
-    "tokens of GPT-2's tied words",
+    *("lora of GPT-2", "p-tuning", "lora of words and head"),
 ]
 
 
