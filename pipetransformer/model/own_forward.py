@@ -107,6 +107,8 @@ class Shadow:
         if not is_block and not self._must_copy(module):
             return module
         kind = _stand_in(type(module)) if is_block else type(module)
+        if isinstance(module, _Convolution) and self._is_all_hollow(module):
+            kind = _of_one_sample(kind)
         copy = kind.__new__(kind)
         vars(copy).update(vars(module))
         vars(copy).update({name: type(vars(module)[name])() for name in _HOOKS})
@@ -140,6 +142,10 @@ class Shadow:
             or any(self._name_of[id(tensor)] in self._copied for _, tensor in _all_tensors(module))
         )
 
+    def _is_all_hollow(self, module: nn.Module) -> bool:
+        names = {self._name_of[id(tensor)] for _, tensor in _all_tensors(module)}
+        return self._is_hollow and names <= self._copied - self._row.above - self._row.learned
+
     def _holds_block(self, module: nn.Module) -> bool:
         return any(id(part) in self._index_of for part in module.modules())
 
@@ -154,6 +160,19 @@ class Shadow:
             for other in row.called_above
         )
         return "always" if name not in row.above or (is_apart and has_other) else "released"
+
+
+_Convolution = nn.modules.conv._ConvNd
+
+
+def _of_one_sample(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class that computes one sample for all: with hollow weights they are equal."""
+
+    def call(self: nn.Module, images: Tensor) -> Tensor:
+        one: Tensor = kind.__call__(self, images[:1])
+        return one.expand(len(images), *one.shape[1:])
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
