@@ -126,15 +126,16 @@ def _dtype_of(subject: Subject) -> torch.dtype:
             model, batch = _model_and_batch(subject, dtype)
             losses = [_loss_of(model.train(), batch) for _ in range(2)]
             losses[0].backward()
-            if not torch.isfinite(losses[0]):
-                raise ValueError(f"its own loss is {float(losses[0])}")
+            values = [float(loss.detach()) for loss in losses]
+            if not math.isfinite(values[0]):
+                raise ValueError(f"its own loss is {values[0]}")
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             if not all(gradient.isfinite().all() for gradient in gradients):
                 raise ValueError("its own gradient is not finite")
         except Exception as error:
             first = first or error
             continue
-        if abs(float(losses[0]) - float(losses[1])) > TOLERANCE:
+        if abs(values[0] - values[1]) > TOLERANCE:
             raise ValueError("its own forward is random with all dropout at 0")
         return dtype
     assert first is not None
@@ -164,7 +165,7 @@ def _plain_losses(subject: Subject, dtype: torch.dtype, num_frozen: int) -> list
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

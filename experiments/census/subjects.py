@@ -42,10 +42,16 @@ def of_transformers() -> list[Subject]:
         for family, names in mapping.items():
             for name in (names,) if isinstance(names, str) else names:
                 subject = Subject(name, task, family)
-                found.setdefault((name, task), subject)
+                # Of several families that share a class, the one that it is named after.
+                if _plain(name).startswith(_plain(family)) or (name, task) not in found:
+                    found[name, task] = subject
     return list(found.values())
 
 
 def of_timm() -> list[Subject]:
     """Return a small model of each module of timm that attends."""
     return [Subject(name, "timm", module) for module, (name, _) in MODELS.items()]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

@@ -35,7 +35,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(
         ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
          "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
-         "encoder_num_attention_heads", "linear_num_value_heads", "linear_num_key_heads",
+         "encoder_num_attention_heads", "linear_num_value_heads",
+         "linear_num_heads", "linear_num_key_heads",
          "num_global_key_value_heads"), 4,
     ),
     **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "num_kv_heads"), 2),
@@ -53,7 +54,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(
         ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim",
-         "kv_lora_rank", "q_lora_rank", "d_kv", "d_head", "linear_key_head_dim",
+         "kv_lora_rank", "q_lora_rank", "d_kv", "d_head", "linear_key_head_dim", "linear_head_dim",
          "linear_value_head_dim", "attention_head_dim", "kv_channels", "index_head_dim",
          "mamba_d_head", "mamba_n_heads", "global_head_dim",
          "hidden_size_per_layer_input", "mamba_d_state", "d_state"), 8,

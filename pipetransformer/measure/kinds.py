@@ -97,8 +97,10 @@ def choose_sublayers(
     round_s = max(gather_json(own_s, group=world.group)) * sum(spans_of)
     if round_s <= _WHOLE_S:
         return Choice(everyone, every, every)
-    few = few_of(kinds, most=_OF_A_KIND)
-    return Choice(everyone, kinds, broadcast_json(few, group=world.group))
+    # Rank 0's kinds, too: what experts keep hangs on the weights, which are random elsewhere.
+    told = [kinds, few_of(kinds, most=_OF_A_KIND)]
+    kinds, few = broadcast_json(told, group=world.group)
+    return Choice(everyone, kinds, few)
 
 
 def kinds_of(modules: Sequence[nn.Module], rows: Sequence[Mapping[str, Any]]) -> list[int]:
