@@ -31,6 +31,7 @@ class Collation:
         function: makes a mapping, or a tuple of inputs and targets, of a list of items; None
             stacks entries of equal shapes.
         drops_unknown: whether the function gets only entries that the model knows.
+        unseen: what the model's forward takes, too, but the samples that it was read by lacked.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Collation:
     needs_targets: bool = True
     function: CollateFunction | None = None
     drops_unknown: bool = True
+    unseen: tuple[str, ...] = ()
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class Collation:
                 for name in dict.fromkeys(name for item in entries for name in item)
             }
         if self.drops_unknown:
-            known = self._known()
+            known = self._known() | {*self.unseen}
             items = [
                 {name: value for name, value in item.items() if name in known}
                 if isinstance(item, Mapping)
@@ -89,6 +91,7 @@ class Collation:
         """Return an item's entries, or a collated batch's, by the model's names."""
         what = "a dataset item" if self.function is None else "what collate_fn returns"
         if isinstance(item, Mapping):
+            self._refuse_unseen(item, what)
             given = {name: entry_of(item, name) for name in self.names}
             entries = {name: value for name, value in given.items() if value is not None}
         else:
@@ -102,6 +105,15 @@ class Collation:
                 f"{what} lacks {missing}; the model needs {list(self.required)}{advice}"
             )
         return entries
+
+    def _refuse_unseen(self, item: Mapping[str, Any], what: str) -> None:
+        for name in self.unseen:
+            if item.get(name) is not None:
+                raise ValueError(
+                    f"{what} has {name!r}, which the model's forward takes, but the samples by "
+                    "which the model was read lacked it: give it in all samples or in none, say a "
+                    "mask of ones where nothing is padded"
+                )
 
     def _in_order(self, item: Any, what: str) -> dict[str, Any]:
         whole = (*self.inputs, *self.targets)

@@ -77,6 +77,10 @@ class FrozenPrefix:
             self.stamps.clear()
             self._stamp_layers()
 
+    def is_edited(self) -> bool:
+        """Tell whether its tensors were changed since they were stamped, but not by `.data`."""
+        return bool(self.stamps) and self._are_edited(compares_values=False)
+
     def compare_values_next(self) -> None:
         """Have the next `stamp_anew_if_edited` compare values."""
         self._compares_values = True

@@ -23,7 +23,7 @@ from pipetransformer.feed.random_numbers import own_random_numbers
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
 from pipetransformer.feed.workers import ForeseenSamples, Request
-from pipetransformer.model import EntryNames, Task
+from pipetransformer.model import EntryNames, Task, names_of
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -392,6 +392,7 @@ def samples_of(
     """
     model, config = task.model, task.config
     names = (*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets)
+    takes = names_of(model.model).inputs if model.is_recorded else ()
     collation = Collation(
         tuple(dict.fromkeys(names)),
         inputs=model.inputs[:1],
@@ -399,5 +400,6 @@ def samples_of(
         needs_targets=needs_targets,
         function=(evaluates and config.eval_collate_fn) or config.collate_fn,
         drops_unknown=config.remove_unused_columns,
+        unseen=tuple(name for name in takes if name not in names),
     )
     return Samples(dataset, collation, config.seed)

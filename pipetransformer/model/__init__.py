@@ -7,7 +7,14 @@ optimizers: built anew wherever layers go           precision: dtypes, and the s
 compiled_blocks: through torch.compile, in steps
 """
 
-from pipetransformer.model.general import WAYS_OUT, EntryNames, names_of, present, row_of
+from pipetransformer.model.general import (
+    WAYS_OUT,
+    EntryNames,
+    forward_parameters,
+    names_of,
+    present,
+    row_of,
+)
 from pipetransformer.model.layered_model import (
     LayeredModel,
     Sublayer,
@@ -30,10 +37,10 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.peft_models import unwrapped
+from pipetransformer.model.peft_models import adapters_in_use, unwrapped
 from pipetransformer.model.precision import DTYPES, LossScale
 from pipetransformer.model.recording import Row
-from pipetransformer.model.registry import adapt, entry_names, register_adapter
+from pipetransformer.model.registry import adapt, entry_names, refuse_wrapper, register_adapter
 from pipetransformer.model.task import (
     Task,
     build_optimizer,
@@ -49,9 +56,10 @@ from pipetransformer.model.transformer import qualified_name
 __all__ = [
     "DTYPES", "EntryNames", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
     "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer", "Task", "WAYS_OUT", "adamw", "adapt",
-    "build_optimizer", "decay_by_layer", "entry_names", "has_hooks", "in_mode",
-    "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "names_of", "output_of",
-    "owned_parameters", "present", "put_state",
-    "qualified_name", "refuse_hooks", "row_of", "register_adapter", "set_frozen", "set_modes",
-    "split_by_layer", "take_state", "trained_parameters", "unwrapped",
+    "adapters_in_use",
+    "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
+    "in_mode", "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "names_of",
+    "output_of", "owned_parameters", "present", "put_state", "qualified_name", "refuse_hooks",
+    "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes", "split_by_layer",
+    "take_state", "trained_parameters", "unwrapped",
 ]  # fmt: skip

@@ -33,6 +33,15 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if names else model
 
 
+def adapters_in_use(model: nn.Module) -> list[tuple[bool, str]]:
+    """Return of each module with adapters whether they are switched off, and which are chosen."""
+    return [
+        (own["_disable_adapters"], str(own.get("_active_adapter")))
+        for own in map(vars, model.modules())
+        if "_disable_adapters" in own
+    ]
+
+
 def refuse_peft(model: object) -> None:
     """Raise a ValueError for adapters that would not train, or not as they should.
 

@@ -81,7 +81,7 @@ def adapt(
             # Its own forward follows a setting, or a replaced part, that our adapter does not.
             if read is None or build not in _SHIPPED:
                 raise
-    _refuse_wrapper(model)
+    refuse_wrapper(model)
     if read is None:
         raise TypeError(
             f"no adapter knows a {qualified_name(type(model))} without samples: give them as "
@@ -118,7 +118,7 @@ def _known_kind(model: object) -> type[Any] | None:
     return next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
 
 
-def _refuse_wrapper(model: nn.Module) -> None:
+def refuse_wrapper(model: nn.Module) -> None:
     """Raise a TypeError for a wrapper of torch's, whose own forward would not be called."""
     for path in _WRAPPED:
         held = getattr(model, path, None)

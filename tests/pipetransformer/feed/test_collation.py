@@ -54,6 +54,16 @@ def test_the_function_gets_the_columns_that_the_model_takes_or_all(drops: bool) 
     assert samples.collation.unused(ROWS[0]) == ("text",)
 
 
+@pytest.mark.parametrize("function", [None, default_collate], ids=["stacked", "collated"])
+def test_what_a_forward_takes_but_the_first_samples_lacked_is_refused(function: Any) -> None:
+    texts = [{"input_ids": torch.ones(2), "labels": index} for index in range(2)]
+    texts.append({**texts[0], "token_type_ids": torch.ones(2)})
+    samples = samples_of(function, texts, unseen=("token_type_ids", "position_ids"))
+    assert samples.read([0, 1], view=0).keys() == {"input_ids", "labels"}
+    with pytest.raises(ValueError, match="has 'token_type_ids', which the model's forward takes"):
+        samples.read([2], view=0)
+
+
 def test_tuples_in_and_out_keep_their_order() -> None:
     data = TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))
     batch = samples_of(default_collate, data).read([2, 0], view=0)

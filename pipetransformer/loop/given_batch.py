@@ -1,0 +1,117 @@
+"""Tell whether a forward is given the batch whose rows are at hand, as it was yielded.
+
+the loop                                     the forward
+takes a batch, and gives it                  may use its rows
+changes it, or gives another, or a part      runs from its start
+does so with an image that was not read      is refused: there is nothing to run on
+
+An image that was not read is NaN, but for its first number, which tells batches apart. So whatever
+a loop computes of it is seen to be wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from pipetransformer.model import forward_parameters, unwrapped
+
+_HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep")
+"""Arguments that change nothing below the last block."""
+
+_TELLS_APART = 256
+"""Whole numbers up to this one are exact in all dtypes of images."""
+
+
+def marks() -> Iterator[int]:
+    """Yield the numbers by which batches that were not read are told apart."""
+    return itertools.cycle(range(1, _TELLS_APART + 1))
+
+
+def unread(example: Tensor, num: int, mark: int) -> Tensor:
+    """Return what stands for entries of samples that were not read, (num, ...)."""
+    one = torch.full_like(example[:1], torch.nan)
+    one.view(-1)[0] = mark
+    return one.expand(num, *one.shape[1:])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GivenBatch:
+    """Hold a batch's inputs as they were yielded, and its rows.
+
+    Args:
+        inputs: by the names of the model's arguments; not those that the loop has, which it may
+            change in place.
+        not_read: names of those that are not read, and the number in their first place.
+        rows: what the last frozen block returns, (B, ...).
+    """
+
+    inputs: Mapping[str, Tensor]
+    not_read: Mapping[str, int]
+    rows: Tensor
+
+    def is_in(self, given: Mapping[str, Any]) -> bool:
+        """Tell whether a forward's arguments are these inputs, and no others."""
+        return given.keys() == self.inputs.keys() and all(
+            self._is_same(name, value) for name, value in given.items()
+        )
+
+    def _is_same(self, name: str, value: Any) -> bool:
+        own = self.inputs[name]
+        if not isinstance(value, Tensor) or value.shape != own.shape:
+            return False
+        if name in self.not_read:
+            first, last = _ends(value)
+            is_marked = first == self.not_read[name]
+            return bool(
+                is_marked.all() if own[0].numel() == 1 else (is_marked & last.isnan()).all()
+            )
+        if value.is_floating_point() != own.is_floating_point():
+            return False
+        return torch.equal(value, own.to(value.device, value.dtype))
+
+
+def _ends(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's first number and its last one, (B,) each."""
+    first = last = value
+    for _ in range(value.ndim - 1):
+        first, last = first[:, 0], last[:, -1]
+    return first, last
+
+
+def inputs_of(
+    model: Any, targets: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return by name what a forward is given that may change hidden states."""
+    named = {**dict(zip(forward_parameters(model), args, strict=False)), **kwargs}
+    config = getattr(unwrapped(model), "config", None)
+    # Rows are what the last frozen block returns: others' outputs are not at hand.
+    asked = {
+        name: True
+        for name in ("output_hidden_states", "output_attentions")
+        if getattr(config, name, None) is True and named.get(name) is None
+    }
+    return {
+        name: value
+        for name, value in {**named, **asked}.items()
+        if value is not None and value is not False and name not in (*targets, *_HARMLESS)
+    }
+
+
+def refuse_unread(given: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise a ValueError for what was not read, or was computed of that, but is to be run on."""
+    for name in names:
+        value = given.get(name)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any():
+            raise ValueError(
+                f"the forward was given {name!r} of shape {tuple(value.shape)} with NaN: those of "
+                "a cached batch are not read. Give the model itself each batch whole and as it "
+                "is, with nothing beside it, before you take the next; change images in the data "
+                "set"
+            )
