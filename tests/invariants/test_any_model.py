@@ -22,7 +22,7 @@ from tests.helpers.measured import measuring, once
 from tests.helpers.pool import Pool
 
 FROZEN = (0, 1, 2, 1)
-QUICK = ("gpt2", "llama", "gemma3", "deberta", "mpnet", "swin", "eva")
+QUICK = ("gpt2", "gemma3", "deberta", "eva")
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +86,12 @@ def test_two_stages_end_as_a_plain_loop(two_ranks: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [("gpt2", (1, 3)), ("deberta", (3, 1))]
+    [("gpt2", (1, 3))]
     + [
         slow(name, lengths)
         for name in KINDS
         for lengths in ((1, 3), (3, 1))
-        if (name, lengths) not in (("gpt2", (1, 3)), ("deberta", (3, 1))) and name != "albert"
+        if (name, lengths) != ("gpt2", (1, 3)) and name != "albert"
     ],
 )
 def test_resumed_at_another_length_it_ends_as_a_plain_loop(
