@@ -36,7 +36,7 @@ from pipetransformer.feed import SizedDataset, check_dataset, own_random_numbers
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.script_loss import answers_questions
 from pipetransformer.hf.training_arguments import refuse_given
-from pipetransformer.model import entry_names
+from pipetransformer.model import EntryNames, entry_names
 from pipetransformer.processes import world_size
 from pipetransformer.stage import EvalPrediction as OwnPrediction
 from pipetransformer.stage import judge
@@ -61,7 +61,7 @@ class Evaluations(ABC):
     preprocess_logits_for_metrics: Any
     _bridge: CallbackBridge
     _trains = False
-    _adapted: tuple[Any, tuple[str, ...]] | None = None
+    _adapted: tuple[Any, EntryNames] | None = None
 
     @abstractmethod
     def _begun(
@@ -234,22 +234,36 @@ class Evaluations(ABC):
         return self._judged(prediction, "eval")
 
     def _is_labelled(self, dataset: SizedDataset) -> bool:
-        """Tell whether a data set's first sample has all targets of the loss."""
+        """Tell whether a data set's first sample has all targets of the loss, or is given them."""
         with own_random_numbers(torch.device("cpu")):  # An augmenting data set may draw some.
             first = dataset[0]
             if not isinstance(first, Mapping):
                 return True
             if not self.args.remove_unused_columns:
                 first = self.data_collator([first])
+            elif missing_targets(first, self._targets()):
+                first = self._collated(first)
         return not missing_targets(first, self._targets())
 
+    def _collated(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a batch of one sample: a collator for language models makes its labels."""
+        known = self._entry_names().inputs
+        try:
+            return self.data_collator([{n: v for n, v in item.items() if n in known}])
+        except (KeyError, TypeError, ValueError):  # One that needs labels is given none.
+            return item
+
     def _targets(self) -> tuple[str, ...]:
-        """Return the names of the loss's targets.
+        """Return the names of the loss's targets."""
+        return self._entry_names().targets
+
+    def _entry_names(self) -> EntryNames:
+        """Return the names of what the model and its loss take.
 
         Adapting a model takes as long as building it, so the answer is kept for this model.
         """
         if self._adapted is None or self._adapted[0] is not self.model:
-            self._adapted = self.model, entry_names(self.model).targets
+            self._adapted = self.model, entry_names(self.model)
         return self._adapted[1]
 
     def _preprocess(self, output: Tensor, labels: Any) -> Tensor:
