@@ -30,7 +30,7 @@ from pipetransformer.checks.twins import (
 from pipetransformer.checks.verified_steps import compare_steps
 from pipetransformer.errors import VerificationError
 from pipetransformer.feed import Batch, find_changed, part_of
-from pipetransformer.model import WAYS_OUT, LayeredModel, Task, named_tensors
+from pipetransformer.model import WAYS_OUT, LayeredModel, Task, named_tensors, whole_in_mode
 from pipetransformer.processes import World, told_by_rank_0
 
 _LOGGER = logging.getLogger(__name__)
@@ -146,15 +146,9 @@ def _loss_gap(task: Task, batch: Batch) -> str:
     model = task.model
     device = next(model.model.parameters()).device
     batch = {name: entry.to(device) for name, entry in batch.items()}
-    modes = {module: module.training for module in model.model.modules()}
-    try:
-        model.model.eval()
-        with torch.no_grad():
-            output, own = OwnForward(model, None)(batch)
-            ours = mean_loss(task.loss_fn(output, model.targets_of(batch)))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.no_grad(), whole_in_mode(model.model, training=False):
+        output, own = OwnForward(model, None)(batch)
+        ours = mean_loss(task.loss_fn(output, model.targets_of(batch)))
     allowed = 1e-4 if own.dtype in (torch.float32, torch.float64) else 3e-2
     one, other = float(ours), float(own)
     # Two samples without a target have no loss.
@@ -169,19 +163,12 @@ def _are_same_bits(task: Task, batch: Batch) -> bool:
     device = next(model.model.parameters()).device
     batch = {name: entry.to(device) for name, entry in batch.items()}
     parameters = [p for n, p in model.model.named_parameters() if n in task.trainable]
-    modes = {module: module.training for module in model.model.modules()}
-
-    try:
-        model.model.train()
-        with without_dropout(model):
-            # One loss for both: two ways to divide by a count may differ in the last bit.
-            expected, own_loss = OwnForward(model, task.loss_fn)(batch)
-            output = model.run(batch)
-            loss = mean_loss(task.loss_fn(output, model.targets_of(batch)))
-            theirs, ours = _gradients(own_loss, parameters), _gradients(loss, parameters)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with whole_in_mode(model.model, training=True), without_dropout(model):
+        # One loss for both: two ways to divide by a count may differ in the last bit.
+        expected, own_loss = OwnForward(model, task.loss_fn)(batch)
+        output = model.run(batch)
+        loss = mean_loss(task.loss_fn(output, model.targets_of(batch)))
+        theirs, ours = _gradients(own_loss, parameters), _gradients(loss, parameters)
     pairs = [(output, expected), *zip(ours, theirs, strict=True)]
     return all(_same(one, other) for one, other in pairs)
 

@@ -39,7 +39,7 @@ from pipetransformer.model.optimizers import (
 from pipetransformer.model.own_forward import output_of
 from pipetransformer.model.peft_models import adapters_in_use, unwrapped
 from pipetransformer.model.precision import DTYPES, LossScale
-from pipetransformer.model.recording import Row
+from pipetransformer.model.recording import Row, whole_in_mode
 from pipetransformer.model.registry import adapt, entry_names, refuse_wrapper, register_adapter
 from pipetransformer.model.task import (
     Task,
@@ -61,5 +61,5 @@ __all__ = [
     "in_mode", "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "names_of",
     "output_of", "owned_parameters", "present", "put_state", "qualified_name", "refuse_hooks",
     "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes", "split_by_layer",
-    "take_state", "trained_parameters", "unwrapped",
+    "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

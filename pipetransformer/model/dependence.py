@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipetransformer.model.own_forward import Entries, OwnForward, output_of
+from pipetransformer.model.own_forward import CutForward, Entries, output_of
 
 _MASK = "attention_mask"
 _ROUNDING = 1e-5
 
 
-def run_through(own: OwnForward, given: Entries) -> Tensor:
+def run_through(own: CutForward, given: Entries) -> Tensor:
     """Return the answer of all parts, one after the other, in eval mode."""
     own.forget()
     hidden = own.below(given, training=False)
@@ -27,7 +27,7 @@ def run_through(own: OwnForward, given: Entries) -> Tensor:
     return output_of(own.above(hidden, given, training=False))
 
 
-def read_for_shape(own: OwnForward, given: Entries) -> dict[str, Tensor]:
+def read_for_shape(own: CutForward, given: Entries) -> dict[str, Tensor]:
     """Return the floating inputs of which blocks and head use the shape alone."""
     return {
         name: entry
@@ -36,7 +36,7 @@ def read_for_shape(own: OwnForward, given: Entries) -> dict[str, Tensor]:
     }
 
 
-def _is_blind(own: OwnForward, given: Entries, name: str) -> bool:
+def _is_blind(own: CutForward, given: Entries, name: str) -> bool:
     """Tell whether what blocks are given, and the answer above them, do without an entry."""
     zeros = {**given, name: torch.zeros((), dtype=given[name].dtype).expand(given[name].shape)}
     with torch.no_grad():
@@ -45,7 +45,7 @@ def _is_blind(own: OwnForward, given: Entries, name: str) -> bool:
     return all(_are_equal(*pair) for pair in zip(*seen, strict=True))
 
 
-def _seen(own: OwnForward, hidden: Tensor, entries: Entries) -> list[Any]:
+def _seen(own: CutForward, hidden: Tensor, entries: Entries) -> list[Any]:
     """Return all that blocks and head make of a batch's entries, as leaves."""
     own.forget()
     seen = []
@@ -61,7 +61,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
-def padding_mask(own: OwnForward, given: Entries, config: Any) -> str | None:
+def padding_mask(own: CutForward, given: Entries, config: Any) -> str | None:
     """Return the mask's name if no token's answer depends on hidden states behind a text's end.
 
     The second half of a sample is made padding, and its hidden states zeros before each block.
@@ -93,7 +93,7 @@ def padding_mask(own: OwnForward, given: Entries, config: Any) -> str | None:
 
 
 def _answer(
-    own: OwnForward, hidden: Tensor, entries: Entries, kept: Tensor, *, empties: bool
+    own: CutForward, hidden: Tensor, entries: Entries, kept: Tensor, *, empties: bool
 ) -> Tensor:
     """Return the answer, of tokens alone where each has its own."""
     where = kept.view(*kept.shape, *[1] * (hidden.ndim - 2))

@@ -13,8 +13,7 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -26,9 +25,9 @@ from autopipe.loss import LossFunction
 from pipetransformer.model.dependence import padding_mask, read_for_shape, run_through
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.losses import own_loss
-from pipetransformer.model.own_forward import Entries, OwnForward, output_of
+from pipetransformer.model.own_forward import CutForward, Entries, output_of
 from pipetransformer.model.peft_models import unwrapped
-from pipetransformer.model.recording import NoRowError, Row, find_rows
+from pipetransformer.model.recording import NoRowError, Row, find_rows, whole_in_mode
 from pipetransformer.model.transformer import (
     qualified_name,
     refuse_lost_checkpointing,
@@ -104,11 +103,11 @@ def present(
     targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
     # First, as it says by name what blocks hand to the loss, which no part below could.
     loss = None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords)
-    own, mask = _in_parts(model, rows, given, keywords)
+    own, mask, answer = _in_parts(model, rows, given, keywords)
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
-    is_by_sample = mask is not None and _is_by_sample(model, own, given)
-    mask = mask if len(targets) == 1 and (loss is not None or is_by_sample) else None
+    is_by_token = mask is not None and answer[:2] == given["input_ids"].shape and len(answer) > 2
+    mask = mask if len(targets) == 1 and not (loss is None and is_by_token) else None
     row = own.row
     refuse_lost_checkpointing(model, row.blocks)
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
@@ -149,13 +148,17 @@ def _found(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[R
 
 def _in_parts(
     model: nn.Module, rows: Sequence[Row], given: Entries, keywords: Mapping[str, Any]
-) -> tuple[OwnForward, str | None]:
-    """Return the forward in parts, at the first row where these give its answer, and its mask."""
+) -> tuple[CutForward, str | None, torch.Size]:
+    """Return the forward in parts, at the first row where these give its answer.
+
+    Returns:
+        it, the name of its padding mask, and its answer's shape.
+    """
     inputs, why = tuple(given), ""
-    with torch.no_grad(), _in_eval(model):
+    with torch.no_grad(), whole_in_mode(model, training=False):
         expected = output_of(model(**given, **keywords))
         for row in rows:
-            own = OwnForward(model, row, inputs=inputs, keywords=keywords, example={})
+            own = CutForward(model, row, inputs=inputs, keywords=keywords, example={})
             try:
                 answer = run_through(own, given)
                 # A plan is made of shapes alone, on the meta device.
@@ -166,8 +169,8 @@ def _in_parts(
                 continue
             if expected.is_meta or gap <= _ROUNDING * float(expected.abs().max()):
                 mask = padding_mask(own, given, getattr(unwrapped(model), "config", None))
-                own = OwnForward(model, row, inputs=inputs, keywords=keywords, example=blind)
-                return own, mask
+                own = CutForward(model, row, inputs=inputs, keywords=keywords, example=blind)
+                return own, mask, expected.shape
             why = why or f"cut at {row.name!r} it gives another answer, by {gap:.3g}"
     raise ValueError(f"this {type(model).__name__} cannot be run in parts: {why}. {WAYS_OUT}")
 
@@ -175,16 +178,9 @@ def _in_parts(
 _ROUNDING = 1e-3
 
 
-def _is_by_sample(model: nn.Module, own: OwnForward, given: Entries) -> bool:
-    """Tell whether the answer has no entry for each token."""
-    with torch.no_grad(), _in_eval(model):
-        answer = run_through(own, given)
-    return answer.ndim == 2 or answer.shape[1] != given["input_ids"].shape[1]
-
-
 def _refuse_cache(model: nn.Module, given: Entries) -> None:
     """Raise a ValueError where keys and values that are kept for more tokens change the answer."""
-    with torch.no_grad(), _in_eval(model):
+    with torch.no_grad(), whole_in_mode(model, training=False):
         answers = [output_of(model(**given, **more)) for more in ({}, {"use_cache": False})]
     if not torch.equal(*answers):
         raise ValueError(
@@ -192,17 +188,6 @@ def _refuse_cache(model: nn.Module, given: Entries) -> None:
             "here: texts packed into one sample may see each other otherwise. Set "
             "model.config.use_cache = False"
         )
-
-
-@contextmanager
-def _in_eval(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _own_loss(
@@ -218,7 +203,7 @@ def _own_loss(
     labels = {name: batch[name] for name in targets if name in batch}
     if not labels or targets == ("y",):
         return None
-    with torch.no_grad(), _in_eval(model):
+    with torch.no_grad(), whole_in_mode(model, training=False):
         answer = model(**given, **labels, **keywords)
     if getattr(answer, "loss", None) is None:
         return None
@@ -261,7 +246,7 @@ def row_of(layered: LayeredModel) -> Row:
     return first.own.row
 
 
-def _sublayers(model: nn.Module, own: OwnForward) -> list[Sublayer]:
+def _sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:
     row, parts = own.row, _Parts(model, own.row)
     sides = tuple(name for name in own.inputs if name not in own.shapes)
     below = parts.of(row.below, row.called_below)
@@ -323,7 +308,7 @@ def _holds_block(module: nn.Module, row: Row) -> bool:
 class _Below(nn.Module):
     """Run the forward up to the first block: entries to its hidden state."""
 
-    def __init__(self, own: OwnForward, parts: nn.Module) -> None:
+    def __init__(self, own: CutForward, parts: nn.Module) -> None:
         super().__init__()
         self.own, self.parts = own, parts
 
@@ -337,7 +322,7 @@ class _Block(nn.Module):
     """Run a block with what the forward gives it: hidden state to hidden state."""
 
     def __init__(
-        self, own: OwnForward, index: int, block: nn.Module, learned: nn.Module | None
+        self, own: CutForward, index: int, block: nn.Module, learned: nn.Module | None
     ) -> None:
         super().__init__()
         self.own, self.index, self.block, self.learned = own, index, block, learned
@@ -350,7 +335,7 @@ class _Block(nn.Module):
 class _Above(nn.Module):
     """Run the forward behind the last block: hidden state to output."""
 
-    def __init__(self, own: OwnForward, parts: nn.Module) -> None:
+    def __init__(self, own: CutForward, parts: nn.Module) -> None:
         super().__init__()
         self.own, self.parts = own, parts
 

@@ -1,7 +1,7 @@
 """Run a model's own forward in parts: up to its blocks, a block, behind its blocks.
 
-The forward is run whole each time, by a shadow of the model: the same Python, in which blocks are
-stand-ins that hand the hidden state on.
+The forward is run whole each time, by a skeleton of the model: the same Python, in which blocks
+are stand-ins that hand the hidden state on.
 
     part         below the blocks   blocks      behind them
     below        the model's own    leaves at the last, and keeps what blocks were given
@@ -15,7 +15,6 @@ rotations come out right on ranks that do not hold the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -39,7 +38,7 @@ class _Left(BaseException):
 
 @dataclass
 class _Slot:
-    """Name a shadow's place for a tensor, and the model's, which transitions fill anew.
+    """Name a skeleton's place for a tensor, and the model's, which transitions fill anew.
 
     Args:
         fills: when the tensor is hollow: "always", "never", or where the model's was "released".
@@ -53,7 +52,7 @@ class _Slot:
     constant: Tensor | None = None
 
     def fill(self, device: torch.device) -> None:
-        """Give the shadow the model's tensor, or a hollow one on a device."""
+        """Give the skeleton the model's tensor, or a hollow one on a device."""
         real = self.source[self.name]
         assert real is not None
         if self.fills == "never" or (self.fills == "released" and not real.is_meta):
@@ -69,7 +68,7 @@ class _Slot:
 
 
 @final
-class Shadow:
+class Skeleton:
     """Hold a model's modules around its blocks once more: copies without tensors of their own.
 
     Modules that hold no tensor to copy and no block are the model's own.
@@ -90,15 +89,13 @@ class Shadow:
         self.visit: Callable[[int, Arguments], Any] | None = None
         self.model = self._copy(model)
 
-    @contextmanager
-    def prepared(self, device: torch.device, *, training: bool) -> Iterator[nn.Module]:
-        """Yield the shadow with tensors on a device, in train or eval mode."""
+    def prepare(self, device: torch.device, *, training: bool) -> None:
+        """Have its tensors on a device, and itself in train or eval mode."""
         for slot in self._slots:
             slot.fill(device)
         for copy in self._copies.values():
             # Hollow layers need drop nothing; what holds blocks may look at its mode.
             copy.training = training and copy in self._around
-        yield self.model
 
     def _copy(self, module: nn.Module) -> nn.Module:
         if id(module) in self._copies:
@@ -114,7 +111,7 @@ class Shadow:
         vars(copy).update({name: type(vars(module)[name])() for name in _HOOKS})
         vars(copy)["_compiled_call_impl"] = None
         if is_block:
-            vars(copy)["_shadow"] = self, self._index_of[id(module)]
+            vars(copy)["_skeleton"] = self, self._index_of[id(module)]
             return copy
         self._copies[id(module)] = copy
         if self._holds_block(module):
@@ -179,13 +176,13 @@ _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _stand_in(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a block's class whose calls go to the shadow: attributes are those of the block."""
+    """Return a block's class whose calls go to the skeleton: attributes are those of the block."""
     if kind in _STAND_INS:
         return _STAND_INS[kind]
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        shadow, index = vars(self)["_shadow"]
-        return shadow.visit(index, (args, kwargs))
+        skeleton, index = vars(self)["_skeleton"]
+        return skeleton.visit(index, (args, kwargs))
 
     # Not by replacing `forward`: hooks, checkpointing and compiled code act within `__call__`.
     methods = {"__call__": call, "__module__": kind.__module__}
@@ -199,7 +196,7 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @final
-class OwnForward:
+class CutForward:
     """Run the parts of a model's own forward.
 
     Args:
@@ -220,8 +217,8 @@ class OwnForward:
     ) -> None:
         self.row, self.inputs, self._keywords = row, inputs, dict(keywords)
         self.shapes = {name: tuple(entry.shape[1:]) for name, entry in example.items()}
-        self._below = Shadow(model, row, is_hollow=False)
-        self._above = Shadow(model, row, is_hollow=True)
+        self._below = Skeleton(model, row, is_hollow=False)
+        self._above = Skeleton(model, row, is_hollow=True)
         self._kept: _Kept | None = None
 
     def below(self, entries: Entries, *, training: bool) -> Tensor:
@@ -299,7 +296,7 @@ class OwnForward:
             given[name] = zero.expand(len(hidden), *shape)
         return given
 
-    def _visited(self, shadow: Shadow, entries: Entries, *, training: bool) -> list[Arguments]:
+    def _visited(self, skeleton: Skeleton, entries: Entries, *, training: bool) -> list[Arguments]:
         """Run a forward up to its last block; return what blocks were given."""
         got: list[Arguments] = []
         last = len(self.row.blocks) - 1
@@ -314,26 +311,26 @@ class OwnForward:
         given = {name: entries[name] for name in self.inputs if name in entries}
         device = next(iter(given.values())).device
         try:
-            self._run(shadow, visit, given, device, training=training)
+            self._run(skeleton, visit, given, device, training=training)
         except _Left:
             return got
         raise RuntimeError("the model's forward has left out its last block")
 
     def _run(
         self,
-        shadow: Shadow,
+        skeleton: Skeleton,
         visit: Callable[[int, Arguments], Any],
         given: Mapping[str, Tensor],
         device: torch.device,
         *,
         training: bool,
     ) -> Any:
-        with shadow.prepared(device, training=training) as model:
-            shadow.visit = visit
-            try:
-                return model(**given, **self._keywords)
-            finally:
-                shadow.visit = None
+        skeleton.prepare(device, training=training)
+        skeleton.visit = visit
+        try:
+            return skeleton.model(**given, **self._keywords)
+        finally:
+            skeleton.visit = None
 
 
 def _state(device: torch.device, num: int, training: bool) -> tuple[Any, ...]:

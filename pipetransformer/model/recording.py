@@ -165,17 +165,25 @@ def _size(module: nn.Module) -> int:
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[None]:
     """Have the model in eval mode, all its parameters needing a gradient, and put that back."""
-    modes = {module: module.training for module in model.modules()}
     flags = {p: p.requires_grad for p in model.parameters()}
     try:
-        model.eval()
         for parameter in flags:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-        with torch.enable_grad():
+        with torch.enable_grad(), whole_in_mode(model, training=False):
             yield
     finally:
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def whole_in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Have a model in train or eval mode within the block, and its modules in theirs behind it."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train(training)
+        yield
+    finally:
         for module, mode in modes.items():
             module.training = mode
 
