@@ -128,8 +128,12 @@ class Collation:
 
 def entry_of(item: Mapping[str, Any], name: str) -> Any:
     """Return an item's entry, labels by any of their names; None where there is none."""
-    others = _LABELS if name in _LABELS else ()
-    return next((item[label] for label in (name, *others) if item.get(label) is not None), None)
+    return next((item[n] for n in names_for(name) if item.get(n) is not None), None)
+
+
+def names_for(name: str) -> tuple[str, ...]:
+    """Return the names under which data sets may hold an entry, its own first."""
+    return (name, *(_LABELS if name in _LABELS else ()))
 
 
 def stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:

@@ -13,9 +13,11 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Subset, TensorDataset
 
-from pipetransformer.feed.collation import Batch, entry_of, stack
+from pipetransformer.feed.collation import Batch, entry_of, names_for, stack
 from pipetransformer.feed.samples import Samples
 
 _LOGGER = logging.getLogger(__name__)
@@ -23,22 +25,31 @@ _LOGGER = logging.getLogger(__name__)
 _ATTRIBUTES = ("targets", "labels", "samples")
 """Where torchvision's data sets hold targets; "samples" has (path, target) of each sample."""
 
+_MOST_COMPARED = 16
+
+_PADDING = -100
+"""What collators put behind a sample's own labels: torch's losses leave it out."""
+
 
 @final
 class HeldTargets:
     """Read targets from where a data set holds them, as long as its samples have the same ones.
 
     Known places are the tensors of a TensorDataset, the items of a list, the attributes of
-    torchvision's data sets, and a Subset of any of these.
+    torchvision's data sets, columns of a `datasets.Dataset`, and a Subset of any of these.
     """
 
     def __init__(self, samples: Samples) -> None:
-        self._dataset, self._names = samples.dataset, samples.collation.targets
+        self._samples, self._names = samples, samples.collation.targets
         self._refuted: set[str] = set()
+        # A table of some columns takes a millisecond to make.
+        self._table: tuple[Any, list[Any]] = None, []
 
     def knows(self) -> bool:
-        """Tell whether there is such a place."""
-        return bool(self._held(torch.zeros(1, dtype=torch.int64)))
+        """Tell whether there is such a place; some samples are read to compare."""
+        ids = self._samples.spread(_MOST_COMPARED)
+        self.compare(torch.tensor(ids), self._samples.probe(ids))
+        return bool(self._held(torch.tensor(ids)))
 
     def changed(self, ids: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """Return (B,) bool: whose targets differ from those kept, (B, ...) each by name."""
@@ -67,7 +78,7 @@ class HeldTargets:
 
     def _places(self, ids: list[int]) -> Iterator[tuple[str, list[Any]]]:
         """Yield each place, and the samples' values of each target there."""
-        dataset: Any = self._dataset
+        dataset: Any = self._samples.dataset
         names = self._names
         while type(dataset) is Subset:
             dataset, ids = dataset.dataset, [int(dataset.indices[index]) for index in ids]
@@ -77,6 +88,8 @@ class HeldTargets:
         elif type(dataset) in (list, tuple):  # A subclass may make items when they are read.
             if names:
                 yield "items", _targets([dataset[index] for index in ids], names)
+        elif columns := self._columns_of(dataset):
+            yield "columns", [column[ids][column.column_names[0]] for column in columns]
         elif len(names) == 1:
             for place, column in _columns(dataset):
                 if isinstance(column, (Tensor, np.ndarray)):
@@ -85,6 +98,18 @@ class HeldTargets:
                     values = [column[index] for index in ids]
                     yield place, _targets(values, names) if place == "samples" else [values]
 
+    def _columns_of(self, dataset: Any) -> list[Any]:
+        """Return a table of each target's column alone; [] where one has none."""
+        if not _is_table(dataset):
+            return []
+        if self._table[0] is not dataset:
+            named = [
+                [n for n in names_for(name) if n in dataset.column_names] for name in self._names
+            ]
+            found = [dataset.select_columns(n[:1]).with_format(None) for n in named if n]
+            self._table = dataset, found if len(found) == len(named) else []
+        return self._table[1]
+
     def _refute(self, place: str) -> None:
         self._refuted.add(place)
         _LOGGER.info(
@@ -92,6 +117,12 @@ class HeldTargets:
             "noticed where its sample is checked",
             place,
         )
+
+
+def _is_table(dataset: Any) -> bool:
+    """Tell whether this is a `datasets.Dataset`; to import that package takes seconds."""
+    known = ("datasets.arrow_dataset", "Dataset")
+    return any((each.__module__, each.__name__) == known for each in type(dataset).__mro__)
 
 
 def _columns(dataset: Any) -> Iterator[tuple[str, Any]]:
@@ -121,9 +152,13 @@ def _target(item: Any, name: str, names: tuple[str, ...]) -> Any:
 
 
 def _stacked(values: Any, name: str, ids: Tensor) -> Tensor:
-    if isinstance(values, list):
-        return stack(values, name, ids.tolist())
-    return torch.as_tensor(values).cpu()
+    if not isinstance(values, list):
+        return torch.as_tensor(values).cpu()
+    if all(isinstance(value, (list, tuple)) for value in values):
+        rows = [torch.as_tensor(value) for value in values]
+        if all(row.ndim == 1 for row in rows):
+            return pad_sequence(rows, batch_first=True, padding_value=_PADDING)
+    return stack(values, name, ids.tolist())
 
 
 def _differing(held: Batch, others: Mapping[str, Tensor]) -> Tensor:
@@ -131,6 +166,8 @@ def _differing(held: Batch, others: Mapping[str, Tensor]) -> Tensor:
     differing = torch.zeros(len(next(iter(held.values()))), dtype=torch.bool)
     for name in held.keys() & others.keys():
         mine, other = held[name], others[name]
+        if mine.ndim == other.ndim == 2 and mine.shape[1] < other.shape[1]:
+            mine = pad(mine, (0, other.shape[1] - mine.shape[1]), value=_PADDING)
         if mine.shape != other.shape:
             return torch.ones_like(differing)
         if other.is_floating_point():
