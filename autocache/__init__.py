@@ -2,6 +2,7 @@
 
 prefix_cache: one fetch
   ├─► prefix_rows ─► device_store ─► behind ─► store ─► layout
+  │                                    └─► kept_store ─► row_sets: rows kept between runs
   ├─► sample_checks ─► row_content ─► digests
   └─► prefix_chunks ─► uploads
 stamp: what rows have passed through
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from autocache.behind import WrittenBehind
 from autocache.device_store import ActivationStore, DeviceStore, device_bytes
+from autocache.kept_store import KeptRows, KeptStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import CacheStats, PrefixCache
 from autocache.row_content import (
@@ -21,13 +23,14 @@ from autocache.row_content import (
     by_position,
     own_lengths,
 )
+from autocache.row_sets import RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowRead, RowStore
 from autocache.uploads import Uploader
 
 __all__ = [
-    "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "NamelessFilesError",
-    "Positions", "PrefixCache", "RowContent", "RowField", "RowLayout", "RowRead", "RowStore",
-    "Uploader", "WrittenBehind", "by_position", "chain_hash", "device_bytes", "fingerprint",
-    "own_lengths",
+    "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
+    "NamelessFilesError", "Positions", "PrefixCache", "RowContent", "RowField", "RowLayout",
+    "RowRead", "RowSets", "RowStore", "SetFacts", "Uploader", "WrittenBehind", "by_position",
+    "chain_hash", "device_bytes", "fingerprint", "own_lengths",
 ]  # fmt: skip

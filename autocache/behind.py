@@ -18,6 +18,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from autocache.kept_store import KeptStore
 from autocache.store import FurtherRows, RowRead, Rows, RowStore, Stamps
 
 _MOST_WAITING = 2
@@ -44,7 +45,7 @@ class WrittenBehind:
 
     reads_ahead = True
 
-    def __init__(self, store: RowStore, *, device: torch.device) -> None:
+    def __init__(self, store: RowStore | KeptStore, *, device: torch.device) -> None:
         self._store, self._device = store, device
         self.layout, self.num_rows, self.num_bytes = store.layout, store.num_rows, store.num_bytes
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -84,6 +85,9 @@ class WrittenBehind:
     ) -> RowRead:
         self._wait_for(ids)
         return self._store.read(ids, stamps, into=into, in_background=in_background)
+
+    def expect(self, ids: Tensor) -> None:
+        self._store.expect(ids)
 
     def warn_of_damage(self, read: RowRead) -> None:
         self._store.warn_of_damage(read)

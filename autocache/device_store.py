@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autocache.behind import WrittenBehind
+from autocache.kept_store import KeptStore
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
 from autocache.store import FurtherRows, RowRead, Rows, RowStore, Stamps, check_rows
@@ -76,6 +77,9 @@ class DeviceStore:
         hidden = self._hidden.index_select(0, beside(index, self._hidden))
         return RowRead(read.depth, {HIDDEN: hidden, **read.rows}, read.num_corrupt)
 
+    def expect(self, ids: Tensor) -> None:
+        """Return at once: rows are in memory."""
+
     def warn_of_damage(self, read: RowRead) -> None:
         self._rest.warn_of_damage(read)
 
@@ -107,6 +111,9 @@ class DeviceStore:
         self._hidden.index_copy_(0, beside(index, self._hidden), values)
         self._rest.write(ids, stamp, rest, also=also)
 
+    def clear(self, ids: Tensor) -> None:
+        self._rest.clear(ids)
+
     def settle(self) -> None:
         self._rest.settle()
 
@@ -115,7 +122,7 @@ class DeviceStore:
         self._rest.close()
 
 
-ActivationStore: TypeAlias = RowStore | WrittenBehind | DeviceStore
+ActivationStore: TypeAlias = RowStore | KeptStore | WrittenBehind | DeviceStore
 """A store of rows, wherever they lie."""
 
 

@@ -106,11 +106,12 @@ class PrefixCache:
         stamps: of depths 1, 2, ..., as `chain_hash` gives them; read only where there is a store.
             The caller extends this list at a freeze and truncates it at a thaw.
         device: where layers run and results lie.
+        known: digests of this run's samples, see `SampleChecks`; it changes as samples are read.
     Raises:
         ValueError: `chunk_size` is below 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a fetch needs, and nothing of it belongs together
         self,
         run_layers: RunLayers,
         *,
@@ -119,11 +120,12 @@ class PrefixCache:
         stamps: Sequence[int],
         device: torch.device,
         content: RowContent,
+        known: Tensor | None = None,
     ) -> None:
         self._layers = ChunkedLayers(run_layers, chunk_size, device=device)
         self._rows = PrefixRows(store, content, stamps)
         self._reader = None if store is None else RowReader(store, device=device)
-        self._checks = SampleChecks(store, content)
+        self._checks = SampleChecks(store, content, known)
         self._content, self._stats, self._reads = content, CacheStats(), 0
 
     def fetch(
@@ -191,13 +193,16 @@ class PrefixCache:
         as no other process writes rows. It may be called within `load`.
         """
         reads, done = self._reads, NOTHING[0]
+        known = None if self._checks.known is None else self._checks.known.clone()
         for own, later in coming:
             samples = self._filled_up(own, later, depth, done)
             # Later samples that this fetch computes are found by their own fetch.
             done = torch.cat((done[~torch.isin(done, own[1])], samples.row_ids[len(own[1]) :]))
             writes = (samples.found < depth) & (samples.row_ids < self._rows.num_rows)
-            ids, _ = self._checks.loads(samples, reads)
+            ids, _ = self._checks.loads(samples, reads, known)
             reads += samples.num_found
+            if known is not None:
+                known[samples.row_ids[samples.row_ids < len(known)]] = 1  # Some digest.
             yield ids, bool(writes.any())
 
     def take_stats(self) -> CacheStats:
@@ -274,9 +279,11 @@ class _Fetch:
                 more.rows[HIDDEN] = self.layers.send(more.rows[HIDDEN])
                 read = read.joined(more)
             samples.found = self.rows.usable(read.depth, self.depth)
+            digests = read.rows.get(DIGEST, NOTHING[0])
+            changed = self.checks.of_other_samples(samples, digests)
             if content.changed is not None:
-                changed = content.changed(samples.ids, read.rows)
-                samples.found = samples.found.masked_fill(changed, 0)
+                changed |= content.changed(samples.ids, read.rows)
+            self._forget_rows(changed.nonzero().flatten())
             if samples.found.any():
                 hidden = read.rows[HIDDEN]
                 read.rows[HIDDEN] = hidden.to(content.computed_dtype or hidden.dtype)
@@ -284,9 +291,20 @@ class _Fetch:
 
     def load_samples(self, load: Load, reads: int) -> None:
         """Load the samples that miss, and some to check."""
-        ids, self._checked = self.checks.loads(self.samples, reads)
+        samples, checks = self.samples, self.checks
+        ids, checked = checks.loads(samples, reads, checks.known)
         if len(ids):
             self._loaded = self._load(load, ids)
+        changed = checks.first_compared(samples, checked, self._digests, self._loaded)
+        self._forget_rows(changed)
+        self._checked = checked[samples.found[checked] > 0]
+
+    def _forget_rows(self, positions: Tensor) -> None:
+        """Let rows that were found miss, as their samples have changed."""
+        positions = positions[self.samples.found[positions] > 0]
+        if len(positions):
+            self.samples.found[positions] = 0
+            self.rows.clear(self.samples.row_ids[positions])
 
     def rows_are_current(self) -> bool:
         """Tell whether the dataset still gives the samples that the checked rows came from."""

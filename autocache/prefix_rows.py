@@ -85,6 +85,11 @@ class PrefixRows:
         if self._fit(rows):
             self._store.write(row_ids, self._stamps[depth - 1], rows, lengths, also=also)
 
+    def clear(self, row_ids: Tensor) -> None:
+        """Make rows empty."""
+        if self._store is not None:
+            self._store.clear(row_ids)
+
     def settle(self) -> None:
         """Have all rows written."""
         if self._store is not None:

@@ -26,20 +26,62 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class SampleChecks:
-    """Check rows of a store, and give new rows their digests."""
+    """Check rows of a store, and give new rows their digests.
 
-    def __init__(self, store: ActivationStore | None, content: RowContent) -> None:
-        self._store, self._content = store, content
+    Args:
+        known: (rows,) int64, digests of samples that the data set gave in this run, 0 for none
+            yet. Rows of other runs are read only if theirs are the same. None where all rows are
+            of this run, or are trusted.
+    """
 
-    def loads(self, samples: FoundSamples, reads: int) -> tuple[Tensor, Tensor]:
+    def __init__(
+        self, store: ActivationStore | None, content: RowContent, known: Tensor | None = None
+    ) -> None:
+        self._store, self._content, self.known = store, content, known
+
+    def loads(
+        self, samples: FoundSamples, reads: int, known: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Choose which samples to load: those that miss, and some that hit.
 
+        Args:
+            known: as this class's own, or as it will be by then.
         Returns:
             (N,) ids, each once, and the (C,) positions of the samples that are only checked.
         """
         misses, hits = samples.found == 0, samples.found.nonzero().flatten()
-        checked = hits[self._due(samples.ids[hits], reads)] if len(hits) else hits
+        checked = hits
+        if len(hits):
+            due = self._due(samples.ids[hits], reads)
+            if known is not None:
+                due |= known[samples.row_ids[hits]] == 0
+            checked = hits[due]
         return each_once(torch.cat((samples.ids[misses], samples.ids[checked])))[0], checked
+
+    def of_other_samples(self, samples: FoundSamples, digests: Tensor) -> Tensor:
+        """Return (B,) bool: whose rows are of other samples than the data set gave in this run."""
+        found = samples.found > 0
+        if self.known is None or not len(digests):
+            return torch.zeros_like(found)
+        known = self.known[samples.row_ids.where(found, 0)]
+        return found & (known != 0) & (known != digests)
+
+    def first_compared(
+        self, samples: FoundSamples, checked: Tensor, digests: Tensor, loaded: LoadedSamples
+    ) -> Tensor:
+        """Compare rows whose samples were not known yet; return the positions that differ.
+
+        `digests` are the rows', `checked` the positions whose samples were loaded beside others.
+        """
+        if self.known is None or not len(checked):
+            return checked[:0]
+        rows = samples.row_ids[checked]
+        checked = checked[self.known[rows] == 0]
+        if not len(checked):
+            return checked
+        given = self._content.digests(loaded.of(samples.ids[checked]))
+        self.known[samples.row_ids[checked]] = given
+        return checked[given != digests[checked]]
 
     def are_current(self, ids: Tensor, digests: Tensor, loaded: LoadedSamples) -> bool:
         """Compare rows with the dataset's samples, or have a thread do it; False if one differs.
@@ -73,13 +115,17 @@ class SampleChecks:
         if self._store is None or not self._content.checked:
             return None
         misses = samples.found[chosen] == 0
-        ids = samples.ids[chosen[misses]]
+        ids, rows = samples.ids[chosen[misses]], samples.row_ids[chosen[misses]]
         # A copy: the next reads write into that memory, perhaps before a thread calls `give`.
         digests = read[chosen] if len(read) else torch.zeros_like(chosen)
 
         def give() -> dict[str, Tensor]:
             if len(ids):
-                digests[misses] = self._content.digests(loaded.of(ids))
+                given = self._content.digests(loaded.of(ids))
+                digests[misses] = given
+                if self.known is not None:
+                    has_row = rows < len(self.known)
+                    self.known[rows[has_row]] = given[has_row]
             return {DIGEST: digests}
 
         return give

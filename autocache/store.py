@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
+from autocache.row_claims import RowClaims
 
 _BLOCK_BYTES = 1 << 21
 """Bytes copied before they are summed: few enough to be in the CPU's cache still."""
@@ -92,13 +93,18 @@ class RowStore:
         *,
         mapping: mmap.mmap,
         unlink: Callable[[], None] | None = None,
+        claims: RowClaims | None = None,
     ) -> None:
-        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`."""
+        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`.
+
+        With `claims` rows that others write at the moment, or have written, are left to them.
+        """
         self.path, self.layout, self.num_rows = path, layout, num_rows
         self._has_warned = False
-        self._unlink = unlink
+        self._unlink, self._claims = unlink, claims
         shape = FileShape(layout, num_rows)
-        self.num_bytes = shape.num_bytes
+        self.num_bytes, self._rows_start = shape.num_bytes, shape.rows_start
+        self._mapping: mmap.mmap | None = mapping
         # The layout's fingerprint, and whether the store is condemned.
         self._header = np.frombuffer(mapping, np.uint64, count=2)
         self._tags = np.frombuffer(
@@ -201,6 +207,7 @@ class RowStore:
         """Unmap the file, and unlink it if this process created it and has not yet."""
         self.unlink()
         # The last array to go unmaps the file; by hand it fails while a traceback holds one.
+        self._mapping = None
         self._parts.clear()
         self._header = np.zeros(2, np.uint64)
         self._tags = np.empty((0, TAG_WORDS), np.uint64)
@@ -242,6 +249,8 @@ class RowStore:
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
+        # Else a writer with claims would take them for written.
+        self._tags[slots[corrupt], 0] = 0
         read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
         if not in_background:
             self.warn_of_damage(read)
@@ -251,6 +260,17 @@ class RowStore:
         """Return the (B,) depths that `read` would find rows at, unless they are damaged."""
         slots, fits = self._slots(ids)
         return torch.from_numpy(self._depths(self._tags[slots, 0], fits, stamps))
+
+    def expect(self, ids: Tensor) -> None:
+        """Have the system begin to read rows of a file that memory does not hold."""
+        slots, fits = self._slots(ids)
+        num_bytes, page = self.layout.row_bytes, mmap.PAGESIZE
+        if self._mapping is None or sys.platform != "linux":
+            return
+        for slot in slots[fits].tolist():
+            start = self._rows_start + slot * num_bytes
+            beside = start % page
+            self._mapping.madvise(mmap.MADV_WILLNEED, start - beside, num_bytes + beside)
 
     def warn_of_damage(self, read: RowRead) -> None:
         """Warn of the first damaged rows."""
@@ -302,8 +322,22 @@ class RowStore:
             return
         rows = {**rows, **also()} if also is not None else rows
         check_rows(self.layout, rows, len(slots))
-        kept = torch.from_numpy(fits).nonzero().flatten()
-        slots = slots[fits]
+        if self._claims is None:
+            self._write(slots, fits, stamp, rows, lengths)
+            return
+        wanted = fits & (self._tags[slots, 0] != stamp)
+        with self._claims.claimed(slots[wanted]) as got:
+            mine = wanted.copy()
+            # Once more: another process may have written a row just before it was claimed.
+            mine[wanted] = got & (self._tags[slots[wanted], 0] != stamp)
+            self._write(slots, mine, stamp, rows, lengths)
+
+    def _write(
+        self, slots: np.ndarray, chosen: np.ndarray, stamp: int, rows: Rows, lengths: Tensor | None
+    ) -> None:
+        """Write the chosen ones, (B,) bool, of some rows."""
+        kept = torch.from_numpy(chosen).nonzero().flatten()
+        slots = slots[chosen]
         if lengths is None:
             own = np.full(len(slots), np.iinfo(np.uint64).max)
         else:

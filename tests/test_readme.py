@@ -39,6 +39,22 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_the_program_and_the_commands_of_the_page_on_kept_rows_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "docs/kept-rows.md"
+    (program,), (answer,) = (
+        programs(page),
+        re.findall(r"prints:\n\n```\n(.*?)```", read(page), re.DOTALL),
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, page, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == answer
+    (commands,) = re.findall(r"```\n(pipetransformer cache .*?)```", read(page), re.DOTALL)
+    for line in commands.splitlines():
+        assert cli.main(line.split()[1:]) == 0
+
+
 @pytest.mark.parametrize("program", programs("docs/pipedream.md"))
 def test_a_program_of_the_page_on_pipedream_runs(program: str) -> None:
     exec(compile(program, "pipedream.md", "exec"), {"__name__": "__main__"})

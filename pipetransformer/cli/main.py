@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipetransformer import __version__
 from pipetransformer.checkpoint import add_export_parser
+from pipetransformer.cli.cache_command import add_cache_parser
 from pipetransformer.cli.plan_command import add_plan_parser
 from pipetransformer.cli.score import add_score_parser
 from pipetransformer.cli.verify_command import add_verify_parser
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(
             "export", help="turn a checkpoint into a folder that other programs load"
         )
+    )
+    add_cache_parser(
+        commands.add_parser("cache", help="list, check or remove rows that runs have kept")
     )
     options = parser.parse_args(arguments)
     try:

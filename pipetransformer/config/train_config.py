@@ -203,7 +203,8 @@ class TrainConfig:
     one in 32. It misses 5 changed samples at first with a chance of 24 %, and 20 with less
     than 1 %. "all" reads every sample at every step. Targets are compared at every read in either
     case, and changed ones are trained, where the data set holds them apart. That is a
-    TensorDataset, a list, or `targets`, `labels` or `samples` as in torchvision."""
+    TensorDataset, a list, a column of a `datasets.Dataset`, or `targets`, `labels` or `samples` as
+    in torchvision."""
     cache_folder: Annotated[str | Path, rules.PATH] = "/dev/shm"
     """Where the cache's file lives; RAM by default. A folder on a disk is used if the disk reads
     rows faster than they are computed, without memory's help. Where the default has too little
@@ -211,7 +212,17 @@ class TrainConfig:
     fewer rows are kept."""
     cache_limit_bytes: Annotated[int | None, rules.COUNT] = None
     """Most bytes of a node's rows, for the training set and again for the evaluation set. None
-    holds all samples; those that do not fit are computed at every step."""
+    holds all samples; those that do not fit are computed at every step. With `cache_keep` it is
+    the most of all that the folder holds, and sets that were not used for longest are removed."""
+    cache_keep: bool = False
+    """Keep rows in `cache_folder` when the run ends. Later runs read those that they would compute
+    themselves: of the same frozen layers, data, processing, device and `prefix_chunk`. A row is
+    compared with its sample when a run first reads it, unless the data set has a fingerprint that
+    covers its samples, as a `datasets.Dataset` of tokens. Runs may share a folder at once."""
+    cache_fingerprint: Annotated[str | None, rules.NAME] = None
+    """Your own name for the data and all that is done to a sample, such as "cifar10-224-v2". Rows
+    that were kept under it are trusted: no sample is read for the sake of comparing, beyond
+    `cache_check`. Change it whenever the data or the processing change."""
     cache_dtype: Literal["bfloat16", "float16"] | None = None
     """Stores activations in half the bytes; None stores them as they are computed. A sample then
     has rounded activations in every epoch and evaluation, whether a row holds them or not."""
@@ -434,6 +445,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if sum(intervals.values()) > 1:
         given = " and ".join(name for name, is_given in intervals.items() if is_given)
         yield f"{given} are given, which each say when to decide; give one of them"
+    yield from _in_keeping_rows(config)
     if config.folder is None and (config.saves or config.resume):
         yield (
             "checkpoint_every_epochs, checkpoint_every_steps and resume need a folder to save to; "
@@ -443,6 +455,24 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield (
             f"resume={config.resume!r} without checkpoint_every_epochs or checkpoint_every_steps "
             "would never save again; give checkpoint_every_epochs=1"
+        )
+
+
+def _in_keeping_rows(config: TrainConfig) -> Iterator[str]:
+    if config.cache_keep and config.cache_folder == TrainConfig.cache_folder:
+        yield (
+            f"cache_keep=True would leave rows in {config.cache_folder}, this machine's memory, "
+            "for good; give cache_folder=, a folder of your own"
+        )
+    if config.cache_keep and config.cache_device == "cuda":
+        yield (
+            "cache_keep=True keeps rows in a file, and cache_device is 'cuda', the GPU's memory; "
+            "leave one of them out"
+        )
+    if config.cache_fingerprint is not None and not config.cache_keep:
+        yield (
+            f"cache_fingerprint is {config.cache_fingerprint!r}, which has no effect without "
+            "cache_keep=True; set that, or leave it out"
         )
 
 

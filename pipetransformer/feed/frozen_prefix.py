@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autocache import HIDDEN, chain_hash, fingerprint
 from pipetransformer.feed.collation import Batch
+from pipetransformer.feed.kept_origin import settings_of
 from pipetransformer.model import Task, in_mode, modes_of, set_modes
 
 _LOGGER = logging.getLogger(__name__)
@@ -103,6 +104,8 @@ class FrozenPrefix:
     def _stamp_layers(self) -> None:
         model, dtype = self.task.model, self.task.computes_in
         mode = "eval, as the weights are" if dtype is None else f"eval, autocast to {dtype}"
+        # Within a run settings stay; a row of another run must have the same ones.
+        settings = settings_of(model) if self.task.config.cache_keep else [""] * self.depth
         for layer in range(len(self.stamps), self.depth):
             tensors = (
                 named
@@ -110,7 +113,7 @@ class FrozenPrefix:
                 for named in model.tensors(index).items()
             )
             below = self.stamps[-1] if self.stamps else 0
-            self.stamps.append(chain_hash(below, tensors, mode=mode))
+            self.stamps.append(chain_hash(below, tensors, mode=mode + settings[layer]))
         holders = (model.holder(name) for i in self._sublayers() for name in model.tensors(i))
         self._slots = [
             (module._parameters if name in module._parameters else module._buffers, name)

@@ -22,7 +22,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ import torch
 from autocache import (
     ActivationStore,
     DeviceStore,
+    KeptRows,
+    KeptStore,
     NamelessFilesError,
     RowLayout,
     RowStore,
@@ -188,6 +190,85 @@ def _create(folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
         return RowStore.create(folder / name, layout, num_rows)
 
 
+def share_kept(
+    world: World,
+    kept: KeptRows,
+    layout: RowLayout,
+    num_rows: int,
+    *,
+    stamp: int,
+    is_right: Callable[[KeptStore], bool],
+) -> KeptStore | None:
+    """Open the rows that earlier runs have kept, on every node, or make room for new ones.
+
+    Collective. A node's first rank opens them before the others do.
+
+    Args:
+        is_right: computes some rows again; False where they differ. Those sets are removed.
+    Returns:
+        None on all ranks where a rank cannot open them.
+    """
+    store, failure = None, ""
+    leads = world.rank % world.slots_per_node == 0
+    with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
+        for turn in (True, False):
+            if leads == turn:
+                try:
+                    store = _open_kept(kept, layout, num_rows, stamp, is_right if turn else None)
+                    undone.callback(store.close)
+                except OSError as error:
+                    failure = str(error)
+            failures = [text for text in gather_json(failure, group=world.group) if text]
+            if failures:
+                if world.is_main:
+                    _LOGGER.warning(
+                        "no cache: %s; the frozen prefix is computed at every step", failures[0]
+                    )
+                return None
+        undone.pop_all()
+    return store
+
+
+def _open_kept(
+    kept: KeptRows,
+    layout: RowLayout,
+    num_rows: int,
+    stamp: int,
+    is_right: Callable[[KeptStore], bool] | None,
+) -> KeptStore:
+    """Open kept rows; a new set has fewer where the disk has no room for all."""
+    try:
+        store = KeptStore(kept, layout, num_rows, stamp=stamp)
+    except OSError as error:
+        num_fitting = _num_fitting(kept.sets.folder, layout)
+        if error.errno != errno.ENOSPC or not _LEAST_SHARE * num_rows <= num_fitting < num_rows:
+            raise
+        store = KeptStore(kept, layout, num_fitting, stamp=stamp)
+    if is_right is not None and not is_right(store):
+        store.condemn()
+        store.close()
+        _LOGGER.warning(
+            "rows in %s are other than this run computes, though the weights are the same (code "
+            "was changed, or a library): they are removed",
+            kept.sets.folder,
+        )
+        store = KeptStore(kept, layout, num_rows, stamp=stamp)
+    if store.num_rows < num_rows:
+        _LOGGER.warning(
+            "%s keeps %d of %d rows, by its limit or its disk; the others are computed at every "
+            "step. `pipetransformer cache ls` says what is there",
+            kept.sets.folder,
+            store.num_rows,
+            num_rows,
+        )
+    return store
+
+
+def behind(world: World, store: RowStore | KeptStore) -> RowStore | KeptStore | WrittenBehind:
+    """Have rows written behind a GPU's steps; a CPU's step needs all cores."""
+    return store if world.device.type != "cuda" else WrittenBehind(store, device=world.device)
+
+
 def make_store(
     world: World, config: TrainConfig, layout: RowLayout, num_rows: int
 ) -> ActivationStore | None:
@@ -197,9 +278,7 @@ def make_store(
         if store is not None:
             return store
     shared = share_store(world, config.cache_folder, layout, num_rows)
-    if shared is None or world.device.type != "cuda":
-        return shared
-    return WrittenBehind(shared, device=world.device)
+    return None if shared is None else behind(world, shared)
 
 
 def check_device(config: TrainConfig, device: torch.device) -> None:

@@ -5,20 +5,32 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autocache import ActivationStore, CacheStats, PrefixCache
-from autodp import gather_json
+from autocache import (
+    ActivationStore,
+    CacheStats,
+    KeptRows,
+    KeptStore,
+    PrefixCache,
+    RowLayout,
+    RowSets,
+)
+from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
 from pipetransformer.config import CollateFunction
 from pipetransformer.feed.collation import Batch, Collation
 from pipetransformer.feed.coming_fetches import Coming, Fetch, Follower, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.node_store import check_device, make_store
+from pipetransformer.feed.kept_origin import about_rows, data_origin, machine_origin
+from pipetransformer.feed.kept_proof import KeptProof
+from pipetransformer.feed.node_store import behind, check_device, make_store, share_kept
 from pipetransformer.feed.random_numbers import own_random_numbers
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
@@ -89,6 +101,10 @@ class SampleFeed:
         self._store: ActivationStore | None = None
         self._cache: PrefixCache | None = None
         self._gave_up = keeps == 0
+        # Digests of this run's samples, to compare rows of other runs with.
+        self._known: Tensor | None = None
+        # Samples whose rows are on their way from the disk.
+        self._expected = torch.empty(0, dtype=torch.int64)
 
     def unused_columns(self) -> tuple[str, ...]:
         """Name the entries of the first sample that the model does not take."""
@@ -208,6 +224,7 @@ class SampleFeed:
                 store=self._store if kept else None,
                 device=self._world.device,
                 content=self._rows.content if kept else self._rows.unstored_content(),
+                known=self._known if kept else None,
             )
 
     @property
@@ -249,6 +266,10 @@ class SampleFeed:
             self._epoch = epoch
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
         later = ids[:0] if coming is None else coming.later
+        if self._store is not None and self._uses_store:
+            new = later[~torch.isin(later, self._expected)]
+            self._store.expect(self._row_ids(new, epoch))
+            self._expected = later
         batch = self._cache.fetch(
             ids,
             load,
@@ -269,9 +290,10 @@ class SampleFeed:
         if num_bytes >= _LEAST_AHEAD_BYTES or self._world.device.type == "cuda":
             self._cache.read_ahead(self._row_ids(ids, epoch), depth=self.prefix.depth)
 
-    def _row_ids(self, ids: Tensor, epoch: int) -> Tensor:
+    def _row_ids(self, ids: Tensor, epoch: int, *, num_rows: int | None = None) -> Tensor:
         """Return samples' rows; where the store has fewer rows, those that have one are spread."""
-        num_rows = self._store.num_rows if self._store is not None else 0
+        if num_rows is None:
+            num_rows = self._store.num_rows if self._store is not None else 0
         num_all = self._num_views * len(self.dataset)
         wanted = ids + self._view(epoch) * len(self.dataset) if self._num_views > 1 else ids
         if num_rows in (0, num_all):
@@ -328,11 +350,14 @@ class SampleFeed:
     def _agree_to_give_up(self) -> bool:
         """Tell whether any node's cache was given up, or is condemned. Collective."""
         condemned = self._store is not None and self._store.is_condemned()
+        if self._task.config.cache_keep:
+            # Before the ranks meet: a set makes room for the next only when nobody uses it.
+            self._drop_store()
         self._gave_up = any(gather_json(self._gave_up or condemned, group=self._world.group))
         return self._gave_up
 
     def _match_store(self) -> None:
-        """Make another store if rows of this depth have another layout."""
+        """Make another store if rows of this depth have another layout, or a set of their own."""
         layout = self._rows.agree_on_layout()
         if self._store is not None and self._store.layout == layout:
             return
@@ -342,6 +367,10 @@ class SampleFeed:
             return
         limit = self._task.config.cache_limit_bytes
         num_rows = self._num_views * len(self.dataset)
+        if self._task.config.cache_keep:
+            self._store = self._kept_store(layout, num_rows)
+            self._gave_up = self._store is None
+            return
         if limit is not None:
             num_rows = min(num_rows, limit // layout.row_bytes)
         if num_rows == 0:
@@ -355,6 +384,35 @@ class SampleFeed:
             return
         self._store = make_store(self._world, self._task.config, layout, num_rows)
         self._gave_up = self._store is None
+
+    def _kept_store(self, layout: RowLayout, num_rows: int) -> ActivationStore | None:
+        """Open the rows that are kept for this prefix, or make room for them. Collective."""
+        config, world = self._task.config, self._world
+        found: Any = None
+        if world.is_main:  # Rank 0 always holds the prefix.
+            data, is_told = data_origin(self.samples, self._rows.content, config)
+            found = [data, is_told, self.prefix.stamps[-1]]
+        data, is_told, stamp = broadcast_json(found, group=world.group)
+        kept = KeptRows(
+            RowSets(Path(config.cache_folder), limit_bytes=config.cache_limit_bytes),
+            {**data, **machine_origin(world.device, chunk_size=self._chunk_size)},
+            about_rows(self._task.model, self.prefix.depth, len(self.dataset)),
+        )
+        store = share_kept(world, kept, layout, num_rows, stamp=stamp, is_right=self._proves_right)
+        if store is None:
+            return None
+        if not is_told and (self._known is None or len(self._known) != store.num_rows):
+            self._known = torch.zeros(store.num_rows, dtype=torch.int64)
+        return behind(world, store)
+
+    def _proves_right(self, store: KeptStore) -> bool:
+        """Tell whether kept rows are what this run computes, as far as this rank can."""
+        prefix, device = self.prefix, self._world.device
+        if not prefix.on_stage_0:
+            return True
+        proof = KeptProof(prefix, self.samples, self._rows.content, self._chunk_size, device)
+        rows = self._row_ids(torch.arange(len(self.dataset)), epoch=0, num_rows=store.num_rows)
+        return proof.holds(store, rows)
 
 
 def first_samples(

@@ -43,8 +43,8 @@ from pipetransformer.model import Task, adamw, names_of, present, refuse_wrapper
 from pipetransformer.processes import World, connect
 
 _SETTINGS = (
-    "cache_folder", "cache_limit_bytes", "cache_dtype", "cache_device", "cache_check", "precision",
-    "seed", "tied_weights",
+    "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
+    "cache_device", "cache_check", "prefix_chunk", "precision", "seed", "tied_weights",
 )  # fmt: skip
 """Fields of `TrainConfig` that a loop may set."""
 

@@ -1,0 +1,191 @@
+"""Read and write rows that are kept between runs: one set of them for each depth.
+
+depth     0        2                 4                  6
+set                rows of depth 2   rows of depth 4    rows of depth 6
+a run              reads and writes  upgrades these ─►  has reached
+
+In a store of one run a row is overwritten when its prefix grows. Here it stays for the next run,
+which begins at depth 2 again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from autocache.layout import RowLayout
+from autocache.row_sets import OpenSet, RowSets
+from autocache.store import FurtherRows, RowRead, Rows, Stamps
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Say where rows are kept, and what decides what they hold.
+
+    Args:
+        made_from: beside the layers: data, processing, kind of device; plain values of JSON.
+        about: what a person wants to know of them.
+    """
+
+    sets: RowSets
+    made_from: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    def made_at(self, stamp: int) -> dict[str, Any]:
+        return {**self.made_from, "stamp": f"{stamp:016x}"}
+
+
+@final
+class KeptStore:
+    """Find rows of any depth, and write each depth into its own set; see `RowStore`.
+
+    Every process of a node opens its own, and closes it.
+
+    Args:
+        stamp: of the depth that is wanted; its set is made where there is none.
+        num_rows: rows that a new set has, if there is room for them.
+    Raises:
+        OSError: the set of this stamp cannot be made.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, kept: KeptRows, layout: RowLayout, num_rows: int, *, stamp: int) -> None:
+        self._kept, self.layout, self._is_condemned = kept, layout, False
+        self._first = kept.sets.obtain(kept.made_at(stamp), layout, num_rows, kept.about)
+        self.num_rows = self._first.store.num_rows
+        self._sets: dict[int, OpenSet | None] = {stamp: self._first}
+        self._tried = {stamp}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what the open sets take on their file system."""
+        return sum(one.store.num_bytes for one in self._open_sets())
+
+    def is_condemned(self) -> bool:
+        return self._is_condemned or any(one.store.is_condemned() for one in self._open_sets())
+
+    def condemn(self) -> bool:
+        """Let no process read these rows any more, and remove them from the folder."""
+        first = not self.is_condemned()
+        self._is_condemned = True
+        for one in self._open_sets():
+            one.store.condemn()
+            if one.folder.exists():
+                self._kept.sets.discard(one.folder)
+        return first
+
+    def holds(self, check: Callable[[], bool]) -> bool:
+        return check()
+
+    def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
+        """Return the (B,) depths at which rows are found, the deepest of each."""
+        found = torch.zeros_like(ids)
+        for depth in range(len(stamps), 0, -1):
+            one = self._set_of(stamps[depth - 1])
+            if one is not None and bool((found == 0).any()):
+                here = one.store.find(ids, stamps[depth - 1 : depth]) > 0
+                found = found.where((found > 0) | ~here, depth)
+        return found
+
+    def read(
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+    ) -> RowRead:
+        """Read the deepest row of each sample; see `RowStore.read`."""
+        found = self.find(ids, stamps)
+        depths = [depth for depth in found.unique().tolist() if depth]
+        deepest = max(depths, default=len(stamps))
+        read = self._read_at(deepest, ids, stamps, into, in_background)
+        for depth in depths[-2::-1]:
+            places = (found == depth).nonzero().flatten()
+            part = self._read_at(depth, ids[places], stamps, None, in_background)
+            read.depth[places] = part.depth
+            for name, row in part.rows.items():
+                read.rows[name][places] = row
+            read = RowRead(read.depth, read.rows, read.num_corrupt + part.num_corrupt)
+        return read
+
+    def expect(self, ids: Tensor) -> None:
+        self._first.store.expect(ids)
+
+    def warn_of_damage(self, read: RowRead) -> None:
+        self._first.store.warn_of_damage(read)
+
+    def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
+        return self._first.store.buffers(num, pinned=pinned)
+
+    def clear(self, ids: Tensor) -> None:
+        """Make rows of every depth empty: their sample is another one by now."""
+        for one in self._open_sets():
+            one.store.clear(ids)
+
+    def settle(self) -> None:
+        """Return at once: a row is there as soon as it is written."""
+
+    def write(
+        self,
+        ids: Tensor,
+        stamp: int,
+        rows: Rows,
+        lengths: Tensor | None = None,
+        *,
+        also: FurtherRows | None = None,
+    ) -> None:
+        """Write rows into the set of a stamp, but those that another process has written."""
+        one = self._set_of(stamp, makes=True)
+        if one is not None and not self._is_condemned:
+            one.store.write(ids, stamp, rows, lengths, also=also)
+
+    def close(self) -> None:
+        """Let go of all sets; their rows stay."""
+        for one in self._open_sets():
+            one.close()
+        self._sets.clear()
+
+    def _open_sets(self) -> list[OpenSet]:
+        return [one for one in self._sets.values() if one is not None]
+
+    def _set_of(self, stamp: int, *, makes: bool = False) -> OpenSet | None:
+        """Return the open set of a stamp; None where there is none, or it has other rows."""
+        if makes and stamp not in self._tried:
+            # As where weights were edited: the layers have a stamp then that was not foreseen.
+            self._tried.add(stamp)
+            self._sets[stamp] = self._sets.get(stamp) or self._made(stamp)
+        elif stamp not in self._sets:
+            self._sets[stamp] = self._found(stamp)
+        return self._sets[stamp]
+
+    def _found(self, stamp: int) -> OpenSet | None:
+        return self._fitting(self._kept.sets.find(self._kept.made_at(stamp), self.layout))
+
+    def _made(self, stamp: int) -> OpenSet | None:
+        kept = self._kept
+        try:
+            made = kept.sets.obtain(kept.made_at(stamp), self.layout, self.num_rows, kept.about)
+        except OSError as error:
+            _LOGGER.warning("rows are not kept: %s", error)
+            return None
+        return self._fitting(made)
+
+    def _fitting(self, found: OpenSet | None) -> OpenSet | None:
+        if found is not None and found.store.num_rows != self.num_rows:
+            # A set with less room has its rows for other samples.
+            found.close()
+            return None
+        return found
+
+    def _read_at(
+        self, depth: int, ids: Tensor, stamps: Stamps, into: Rows | None, in_background: bool
+    ) -> RowRead:
+        one = self._set_of(stamps[depth - 1]) or self._first
+        read = one.store.read(
+            ids, stamps[depth - 1 : depth], into=into, in_background=in_background
+        )
+        return RowRead(read.depth * depth, read.rows, read.num_corrupt)

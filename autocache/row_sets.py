@@ -1,0 +1,389 @@
+"""Keep rows in a folder, where later runs find them by what they were made from.
+
+FOLDER/
+  lock                     held while a set is looked for, made or removed
+  rows-<hash>/             one set: a data set's rows at one depth of one frozen prefix
+    rows                   a `RowStore`, whose writers claim rows
+    about.json             what the hash was made of; written last, so a set without it is no set
+
+Any number of processes use a set at once. Each holds a shared lock on its folder, so no set is
+thrown out that is in use. The kernel drops all locks of a process that dies.
+
+The folder is on a file system of this machine: locks and mappings do not reach over a network.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from autocache.layout import FileShape, RowField, RowLayout
+from autocache.row_claims import RowClaims
+from autocache.store import RowStore
+
+_LOGGER = logging.getLogger(__name__)
+
+_LOCK, _ROWS, _ABOUT, _PREFIX = "lock", "rows", "about.json", "rows-"
+_LOCK_TIMEOUT_S = 120.0
+"""The lock is held while a file is reserved: seconds for a large one on a slow disk."""
+_POLL_S = 0.01
+_BATCH = 256
+"""Rows that are read at a time to look for damaged ones."""
+
+MadeFrom = Mapping[str, Any]
+"""All that decides what rows hold, as plain values of JSON. "stamp" is that of the layers."""
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """Describe a set.
+
+    Attributes:
+        name: of its folder.
+        about: what a person wants to know of it; decides nothing.
+        num_rows, num_whole: rows that it has room for, and that are written.
+        num_bytes: of its file.
+        last_used: when a process began or ended to use it, in seconds since 1970.
+        is_used: whether a process uses it now.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    num_rows: int
+    num_whole: int
+    num_bytes: int
+    last_used: float
+    is_used: bool
+
+
+@final
+class OpenSet:
+    """Hold a set's store, and keep the set from being thrown out until it is closed.
+
+    Args:
+        descriptors: of its folder, whose lock says that it is in use, and of its file.
+        is_used: whether this counts as a use of the set.
+    """
+
+    def __init__(
+        self, folder: Path, store: RowStore, descriptors: tuple[int, ...], *, is_used: bool
+    ) -> None:
+        self.folder, self.store = folder, store
+        self._descriptors, self._is_used = descriptors, is_used
+        self._note_use()
+
+    def close(self) -> None:
+        descriptors, self._descriptors = self._descriptors, ()
+        if descriptors:
+            self.store.close()
+            self._note_use()
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _note_use(self) -> None:
+        if self._is_used:
+            with suppress(FileNotFoundError):  # It was condemned, and removed.
+                os.utime(self.folder / _ABOUT)
+
+
+@final
+class RowSets:
+    """Find, make and remove sets of rows in a folder.
+
+    Args:
+        folder: made if it is missing.
+        limit_bytes: most bytes of all its sets. The least recently used ones make room.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:
+        self.folder, self._limit_bytes = folder, limit_bytes
+
+    def obtain(
+        self, made_from: MadeFrom, layout: RowLayout, num_rows: int, about: Mapping[str, Any]
+    ) -> OpenSet:
+        """Return the set of these rows; make it where there is none.
+
+        A set that is found keeps its number of rows. A new one has as many of `num_rows` as the
+        limit leaves room for.
+
+        Raises:
+            OSError: there is no room for a row, or the disk failed.
+        """
+        with self._locked():
+            found = self._opened(made_from, layout)
+            return found or self._made(made_from, layout, num_rows, about)
+
+    def find(self, made_from: MadeFrom, layout: RowLayout) -> OpenSet | None:
+        """Return the set of these rows, if there is one."""
+        with self._locked():
+            return self._opened(made_from, layout)
+
+    def facts(self) -> list[SetFacts]:
+        """Describe all sets, the last used first; damaged ones are left out, with a warning."""
+        with self._locked():
+            facts = [_facts_of(one) for one in self._set_folders()]
+        found = [one for one in facts if one is not None]
+        return sorted(found, key=lambda one: -one.last_used)
+
+    def remove(self, name: str) -> bool:
+        """Remove a set; False if a process uses it.
+
+        Raises:
+            FileNotFoundError: there is no such set.
+        """
+        folder = self.folder / name
+        if not name.startswith(_PREFIX) or not folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} holds no set of rows named {name!r}")
+        with self._locked():
+            return self._removed(folder)
+
+    def discard(self, folder: Path) -> None:
+        """Take a set out of the folder though processes use it: these keep what they mapped."""
+        with self._locked():
+            _delete(folder)
+
+    def make_room(self, wanted_bytes: int = 0) -> int:
+        """Throw out sets, the least recently used first; return the bytes that there is room for.
+
+        Without a limit that is what is wanted, and nothing is thrown out.
+        """
+        with self._locked():
+            return self._room(wanted_bytes)
+
+    def verify(self, name: str) -> int:
+        """Read every row of a set; empty those that are damaged, and return their number.
+
+        Raises:
+            ValueError: its description or its file is not what was written.
+        """
+        with self._locked():
+            made_from, layout, _ = _read_about(self.folder / name)
+            opened = self._opened(made_from, layout)
+        if opened is None:
+            raise ValueError(f"{self.folder / name} was damaged, and is removed")
+        with closing(opened):
+            store, stamps = opened.store, (int(made_from["stamp"], 16),)
+            ids = torch.arange(store.num_rows)
+            return sum(store.read(part, stamps).num_corrupt for part in ids.split(_BATCH))
+
+    def _opened(self, made_from: MadeFrom, layout: RowLayout) -> OpenSet | None:
+        folder = self.folder / _name_of(made_from, layout)
+        if not (folder / _ABOUT).exists():
+            return None
+        try:
+            return _open(folder)
+        except (OSError, ValueError) as error:
+            _LOGGER.warning("cached rows in %s are not used, and removed: %s", folder, error)
+            _delete(folder)
+            return None
+
+    def _made(
+        self, made_from: MadeFrom, layout: RowLayout, num_rows: int, about: Mapping[str, Any]
+    ) -> OpenSet:
+        folder = self.folder / _name_of(made_from, layout)
+        for one in self._set_folders():
+            if not (one / _ABOUT).exists():  # Its maker was killed.
+                _delete(one)
+        row_bytes = FileShape(layout, 2).num_bytes - FileShape(layout, 1).num_bytes
+        beside = FileShape(layout, num_rows).num_bytes - num_rows * row_bytes
+        room = self._room(beside + num_rows * row_bytes) - beside
+        num_rows = min(num_rows, room // row_bytes)
+        if num_rows < 1:
+            raise OSError(
+                f"the limit of {self._limit_bytes} bytes leaves no room for a row of {row_bytes} "
+                f"bytes in {self.folder}: raise cache_limit_bytes, or remove sets that are in use"
+            )
+        folder.mkdir(mode=0o700)
+        try:
+            with open(folder / _ROWS, "xb+", opener=partial(os.open, mode=0o600)) as file:
+                FileShape(layout, num_rows).reserve(file.fileno(), folder / _ROWS)
+            facts = {**_described(made_from, layout), "num_rows": num_rows, "about": about}
+            (folder / _ABOUT).write_text(json.dumps(facts, indent=1))
+        except BaseException:
+            _delete(folder)
+            raise
+        return _open(folder)
+
+    def _room(self, wanted_bytes: int) -> int:
+        if self._limit_bytes is None:
+            return wanted_bytes
+        sets = sorted(self._set_folders(), key=_last_used)
+        sizes = {one: _size_of(one) for one in sets}
+        for one in sets:
+            if sum(sizes.values()) + wanted_bytes <= self._limit_bytes:
+                break
+            if self._removed(one):
+                del sizes[one]
+        return max(0, min(wanted_bytes, self._limit_bytes - sum(sizes.values())))
+
+    def _removed(self, folder: Path) -> bool:
+        """Remove a set unless it is in use."""
+        if _is_used(folder):
+            return False
+        _delete(folder)
+        return True
+
+    def _set_folders(self) -> list[Path]:
+        return [one for one in self.folder.glob(f"{_PREFIX}*") if one.is_dir()]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let no other process find, make or remove sets within the block."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.folder / _LOCK, flags, 0o600)
+        try:
+            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            while not _lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"another process has held {self.folder / _LOCK} for {_LOCK_TIMEOUT_S:g} "
+                        "seconds; see which with `fuser`, and end it"
+                    )
+                time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _facts_of(folder: Path) -> SetFacts | None:
+    """Describe a set; None, with a warning, where it is damaged."""
+    is_used = _is_used(folder)
+    try:
+        made_from, _, facts = _read_about(folder)
+        with closing(_open(folder, is_used=False)) as one:
+            ids, stamps = torch.arange(one.store.num_rows), (int(made_from["stamp"], 16),)
+            return SetFacts(
+                name=folder.name,
+                about=facts["about"],
+                num_rows=one.store.num_rows,
+                num_whole=int(one.store.find(ids, stamps).sum()),
+                num_bytes=one.store.num_bytes,
+                last_used=_last_used(folder),
+                is_used=is_used,
+            )
+    except (OSError, ValueError) as error:
+        _LOGGER.warning("%s: %s", folder, error)
+        return None
+
+
+def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
+    """Open a set that its folder describes.
+
+    Raises:
+        OSError, ValueError: it is damaged, or no set.
+    """
+    _, layout, facts = _read_about(folder)
+    num_rows = facts["num_rows"]
+    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not _lock(own, fcntl.LOCK_SH):
+            raise ValueError(f"{folder} is being removed")
+        file = os.open(folder / _ROWS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            mapping = FileShape(layout, num_rows).open(folder / _ROWS)
+            claims = RowClaims(file)
+            store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping, claims=claims)
+            if store.is_condemned():
+                raise ValueError("they were found to be wrong")
+            return OpenSet(folder, store, (file, own), is_used=is_used)
+        except BaseException:
+            os.close(file)
+            raise
+    except BaseException:
+        os.close(own)
+        raise
+
+
+def _described(made_from: MadeFrom, layout: RowLayout) -> dict[str, Any]:
+    """Return what a set's name is the hash of, as plain values."""
+    fields = [{**asdict(one), "dtype": str(one.dtype)} for one in layout.fields]
+    plain: dict[str, Any] = json.loads(json.dumps({"made_from": made_from, "fields": fields}))
+    return plain
+
+
+def _name_of(made_from: MadeFrom, layout: RowLayout) -> str:
+    return _PREFIX + _hash(_described(made_from, layout))
+
+
+def _hash(described: Mapping[str, Any]) -> str:
+    text = json.dumps(described, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _read_about(folder: Path) -> tuple[dict[str, Any], RowLayout, dict[str, Any]]:
+    """Return what a set was made from, its layout, and all that its description says.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or does not match the folder's name.
+    """
+    try:
+        facts = json.loads((folder / _ABOUT).read_text())
+        described = {"made_from": facts["made_from"], "fields": facts["fields"]}
+        if folder.name != _PREFIX + _hash(described):
+            raise ValueError("it is of another set")
+        fields = tuple(
+            RowField(one["name"], tuple(one["shape"]), _dtype(one["dtype"]), one["varies"])
+            for one in facts["fields"]
+        )
+        # Both were checked by no hash: the rows' file is, by its size and its header.
+        num_rows, about = int(facts["num_rows"]), dict(facts["about"])
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder / _ABOUT} is damaged: {error!r}") from error
+    return facts["made_from"], RowLayout(fields), {"num_rows": num_rows, "about": about}
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file or folder at once, if nobody else has it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_used(folder: Path) -> bool:
+    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return not _lock(own, fcntl.LOCK_EX)
+    finally:
+        os.close(own)
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return (folder / _ABOUT).stat().st_mtime
+    except FileNotFoundError:  # Its maker was killed.
+        return 0.0
+
+
+def _size_of(folder: Path) -> int:
+    try:
+        return (folder / _ROWS).stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _delete(folder: Path) -> None:
+    """Delete a set: first its description, so that a kill in between leaves no set."""
+    for name in (_ABOUT, _ROWS):
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()

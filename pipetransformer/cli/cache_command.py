@@ -1,0 +1,108 @@
+"""Look at rows that runs have kept, check them, and remove them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from autocache import RowSets, SetFacts
+
+_SHORT = 17
+"""Letters of a set's name that tell it from others."""
+
+_DAY_S = 86400.0
+
+
+def add_cache_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the commands `ls`, `rm` and `verify`."""
+    commands = parser.add_subparsers(required=True)
+    listing = commands.add_parser("ls", help="say what is kept, the last used first")
+    removing = commands.add_parser("rm", help="remove sets of rows that no process uses")
+    checking = commands.add_parser("verify", help="read every row; those that are damaged go")
+    for one in (listing, removing, checking):
+        one.add_argument("folder", type=Path, help="the cache_folder= of the runs")
+    which = removing.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "names", nargs="*", default=[], help="sets, by the beginning of their names"
+    )
+    which.add_argument("--all", action="store_true", help="all of them")
+    which.add_argument("--older-than", type=float, metavar="DAYS", help="those not used since")
+    which.add_argument(
+        "--limit-bytes", type=int, help="the least recently used, until the others fit"
+    )
+    listing.set_defaults(run=_list)
+    removing.set_defaults(run=_remove)
+    checking.set_defaults(run=_verify)
+
+
+def _sets_in(folder: Path, limit_bytes: int | None = None) -> RowSets:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give the cache_folder= of a run that kept rows")
+    return RowSets(folder, limit_bytes=limit_bytes)
+
+
+def _list(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    facts = _sets_in(options.folder).facts()
+    for one in facts:
+        about = one.about
+        text = ", ".join(
+            f"{about[name]} {name}" for name in ("layers", "samples") if name in about
+        )
+        used = "in use" if one.is_used else f"used {_ago(time.time() - one.last_used)} ago"
+        say(
+            f"{one.name[:_SHORT]}  {one.num_bytes / 1e6:10.1f} MB  "
+            f"{one.num_whole} of {one.num_rows} rows  {used}  {about.get('model', '')}, {text}"
+        )
+    say(f"{len(facts)} sets, {sum(one.num_bytes for one in facts) / 1e6:.1f} MB")
+
+
+def _remove(options: argparse.Namespace, say: Callable[[str], object]) -> bool:
+    sets = _sets_in(options.folder, options.limit_bytes)
+    before = sets.facts()
+    if options.limit_bytes is not None:
+        sets.make_room()
+    else:
+        for one in _chosen(before, options):
+            if not sets.remove(one.name):
+                say(f"{one.name[:_SHORT]} is in use, and stays")
+    left = {one.name for one in sets.facts()}
+    gone = [one for one in before if one.name not in left]
+    say(f"removed {len(gone)} sets, {sum(one.num_bytes for one in gone) / 1e6:.1f} MB")
+    return True
+
+
+def _chosen(facts: list[SetFacts], options: argparse.Namespace) -> list[SetFacts]:
+    if options.all:
+        return facts
+    if options.older_than is not None:
+        since = time.time() - options.older_than * _DAY_S
+        return [one for one in facts if one.last_used < since]
+    for name in options.names:
+        found = [one for one in facts if one.name.startswith(name)]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} sets have names that begin with {name!r}; see `ls`")
+    return [one for one in facts if one.name.startswith(tuple(options.names))]
+
+
+def _verify(options: argparse.Namespace, say: Callable[[str], object]) -> bool:
+    """Say how many rows are damaged; False if any is."""
+    sets = _sets_in(options.folder)
+    num_damaged = 0
+    facts = sets.facts()
+    for one in facts:
+        found = sets.verify(one.name)
+        num_damaged += found
+        if found:
+            say(f"{one.name[:_SHORT]}: {found} of {one.num_whole} rows were damaged, and are gone")
+    num_whole = sum(one.num_whole for one in facts) - num_damaged
+    say(f"{num_whole} rows are whole, {num_damaged} were not")
+    return num_damaged == 0
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("days", _DAY_S), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"

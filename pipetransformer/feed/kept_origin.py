@@ -1,0 +1,206 @@
+"""Say what kept rows are made from, so that a later run reads none that it would not make itself.
+
+what decides a row's numbers             where it is said
+weights and buffers of frozen layers     stamp: `autocache.chain_hash`
+code and settings of their modules       stamp: `settings_of`
+data, and what is done to a sample       `data_origin`, and the digest in each row
+device, threads, chunk, torch            `machine_origin`
+
+What this misses, such as a function that a module calls and that was changed, is found otherwise:
+some rows are computed again before the first is read, see `SampleFeed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autocache import RowContent
+from pipetransformer.config import TrainConfig
+from pipetransformer.feed.samples import Samples
+from pipetransformer.model import LayeredModel
+
+_MOST_DIGESTED = 16
+"""Samples, from all over the data set, whose digests tell it from another."""
+
+_HEADS_OWN = frozenset({
+    "_name_or_path", "architectures", "dtype", "finetuning_task", "id2label", "label2id",
+    "num_labels", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
+    "task_specific_params", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Settings of transformers' models that change nothing below the head."""
+
+_IDLE = frozenset({
+    "config", "forward", "gradient_checkpointing", "name_or_path", "training", "warnings_issued",
+})  # fmt: skip
+"""Attributes of modules that change no number, or are looked at elsewhere."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
+
+
+def data_origin(
+    samples: Samples, content: RowContent, config: TrainConfig
+) -> tuple[dict[str, Any], bool]:
+    """Return what tells a data set's samples from others, and whether it tells every change.
+
+    Where it does not, each row is compared with its sample when a run first reads it.
+    """
+    dataset = samples.dataset
+    digests = [int(content.digests(samples.probe([i]))) for i in samples.spread(_MOST_DIGESTED)]
+    origin: dict[str, Any] = {
+        "samples": len(dataset),
+        "digests": digests,
+        "named": config.cache_fingerprint,
+        # Fixed views are random numbers of this seed.
+        "views": config.cache_views and [config.cache_views, config.seed],
+    }
+    table = fingerprint_of_table(dataset)
+    origin["table"] = table
+    is_plain = samples.collation.function is None and config.cache_views is None
+    return origin, config.cache_fingerprint is not None or (table is not None and is_plain)
+
+
+def fingerprint_of_table(dataset: Any) -> str | None:
+    """Return the fingerprint of a `datasets.Dataset`; None where it does not cover the samples.
+
+    It covers the table, and functions that samples pass through, but no files that a table names.
+    """
+    library = sys.modules.get("datasets")
+    if library is None or not isinstance(dataset, library.Dataset):
+        return None
+    names_files = (library.Image, library.Audio, library.Video)
+    if any(isinstance(one, names_files) for one in _features(dict(dataset.features))):
+        return None
+    return str(dataset._fingerprint)
+
+
+def _features(feature: Any) -> Iterator[Any]:
+    """Yield a table's features, and those within them."""
+    if isinstance(feature, Mapping):
+        for one in feature.values():
+            yield from _features(one)
+    elif isinstance(feature, (list, tuple)):
+        for one in feature:
+            yield from _features(one)
+    else:
+        yield feature
+        inner = getattr(feature, "feature", None)
+        if inner is not None:
+            yield from _features(inner)
+
+
+def machine_origin(device: torch.device, *, chunk_size: int) -> dict[str, Any]:
+    """Return what decides a number's last bits, beside the layers."""
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "device": f"{device.type}, {where}",
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "chunk": chunk_size,
+        "torch": torch.__version__,
+        "matmul": torch.get_float32_matmul_precision(),
+    }
+
+
+def settings_of(model: LayeredModel) -> list[str]:
+    """Return, for each layer, a hash of the code and the settings of the modules that compute it.
+
+    Modules around several layers count to the first; a model that only adds a head does not.
+    """
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(model.num_layers + 1)]
+    layers = _layers_by_path(model)
+    for path, module in model.model.named_modules():
+        if path or getattr(module, "base_model", module) is module:
+            facts = path, _settings(module), _code_of(module)
+            digests[layers[path]].update(repr(facts).encode())
+    config: Any = getattr(model.model, "config", None)
+    if isinstance(getattr(config, "to_dict", None), MethodType):
+        own = {name: one for name, one in config.to_dict().items() if name not in _HEADS_OWN}
+        attention = getattr(config, "_attn_implementation", None)
+        digests[0].update(repr((sorted(own.items()), attention)).encode())
+    return [digest.hexdigest() for digest in digests]
+
+
+def _layers_by_path(model: LayeredModel) -> dict[str, int]:
+    """Return the lowest layer that has a tensor in each module, by the module's path.
+
+    Modules without tensors, such as activations, count as the module around them.
+    """
+    layers: dict[str, int] = {}
+    for name, index in model.owners.items():
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            layers[path] = min(layers.get(path, model.num_layers), model.sublayers[index].layer)
+    for path, _ in model.model.named_modules():
+        if path not in layers:
+            layers[path] = layers.get(path.rpartition(".")[0], 0)
+    return layers
+
+
+def _settings(module: nn.Module) -> list[tuple[str, str]]:
+    """Return a module's plain attributes; of others it is known only what they are."""
+    return sorted(
+        (name, repr(value) if _is_plain(value) else _kind_of(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in _IDLE
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    return isinstance(value, _PLAIN)
+
+
+def _kind_of(value: Any) -> str:
+    code = getattr(value, "__code__", None)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return name if code is None else f"{name} {_hashed(code.co_code)}"
+
+
+def _code_of(module: nn.Module) -> str:
+    """Return a class's name, its package's version, and a hash of its source."""
+    kind: Any = type(module)
+    package = kind.__module__.partition(".")[0]
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = ""
+    try:
+        source = _source_of(kind).encode()
+    except (OSError, TypeError):  # Typed into an interpreter, or made by a program.
+        source = getattr(getattr(kind.forward, "__code__", None), "co_code", b"")
+    return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(source)}"
+
+
+_source_of = cache(inspect.getsource)
+
+
+def _hashed(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def about_rows(model: LayeredModel, depth: int, num_samples: int) -> dict[str, Any]:
+    """Return what a person wants to know of rows; it decides nothing."""
+    return {
+        "model": type(model.model).__name__,
+        "layers": depth,
+        "samples": num_samples,
+        "made_by": os.path.basename(sys.argv[0]),
+    }

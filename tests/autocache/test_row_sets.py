@@ -1,0 +1,293 @@
+"""Rows are found again by what they were made from, by any number of processes at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autocache import KeptRows, KeptStore, RowField, RowLayout, RowSets
+from autocache.layout import FileShape
+from autocache.row_sets import OpenSet
+
+LAYOUT = RowLayout((RowField("hidden", (4, 6), torch.float32), RowField("y", (), torch.int64)))
+NUM, STAMP = 12, 0x1234
+IDS = torch.arange(NUM)
+MADE_FROM = {"data": "words", "stamp": f"{STAMP:016x}"}
+
+
+def rows_of(ids: Tensor, shift: float = 0.0) -> dict[str, Tensor]:
+    hidden = torch.arange(24.0).view(4, 6) + 100.0 * ids[:, None, None] + shift
+    return {"hidden": hidden, "y": ids + 7}
+
+
+def open_set(folder: Path, limit_bytes: int | None = None, **made_from: Any) -> OpenSet:
+    sets = RowSets(folder, limit_bytes=limit_bytes)
+    return sets.obtain({**MADE_FROM, **made_from}, LAYOUT, NUM, {"model": "Tiny"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+def assert_holds(one: OpenSet, ids: Tensor = IDS) -> None:
+    read = one.store.read(ids, (STAMP,))
+    assert read.depth.tolist() == [1] * len(ids)
+    for name, row in rows_of(ids).items():
+        assert torch.equal(read.rows[name], row)
+
+
+def test_rows_outlive_the_process_that_wrote_them(folder: Path) -> None:
+    first = open_set(folder)
+    first.store.write(IDS, STAMP, rows_of(IDS))
+    first.close()
+    again = open_set(folder)
+    assert_holds(again)
+    again.close()
+
+
+@pytest.mark.parametrize("other", [{"data": "others"}, {"stamp": "0" * 16}, {"threads": 2}])
+def test_rows_that_were_made_from_anything_else_are_not_found(
+    folder: Path, other: dict[str, Any]
+) -> None:
+    first = open_set(folder)
+    first.store.write(IDS, STAMP, rows_of(IDS))
+    second = open_set(folder, **other)
+    assert second.folder != first.folder
+    assert not second.store.find(IDS, (STAMP,)).any()
+    first.close()
+    second.close()
+
+
+def test_a_row_of_another_layout_is_in_another_set(folder: Path) -> None:
+    first, sets = open_set(folder), RowSets(folder)
+    half = RowLayout((RowField("hidden", (4, 6), torch.bfloat16), LAYOUT.fields[1]))
+    second = sets.obtain(MADE_FROM, half, NUM, {})
+    assert second.folder != first.folder
+    first.close()
+    second.close()
+
+
+def test_two_that_use_a_set_read_what_either_writes(folder: Path) -> None:
+    one, two = open_set(folder), open_set(folder)
+    one.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+    two.store.write(IDS[5:], STAMP, rows_of(IDS[5:]))
+    assert_holds(one)
+    assert_holds(two)
+    one.close()
+    assert_holds(two)
+    two.close()
+
+
+def test_a_row_that_another_process_writes_is_left_to_it(folder: Path) -> None:
+    one, two = open_set(folder), open_set(folder)
+    claims = one.store._claims
+    assert claims is not None
+    with claims.claimed(IDS[:3].numpy()) as got:
+        assert got.all()
+        two.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+        assert two.store.find(IDS[:5], (STAMP,)).tolist() == [0, 0, 0, 1, 1]
+    two.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+    assert_holds(two, IDS[:5])
+    one.close()
+    two.close()
+
+
+def test_a_whole_row_is_not_written_again_until_it_is_emptied(folder: Path) -> None:
+    one = open_set(folder)
+    one.store.write(IDS, STAMP, rows_of(IDS))
+    one.store.write(IDS, STAMP, rows_of(IDS, shift=1.0))
+    assert_holds(one)
+    one.store.clear(IDS[:1])
+    one.store.write(IDS, STAMP, rows_of(IDS, shift=1.0))
+    assert torch.equal(
+        one.store.read(IDS[:1], (STAMP,)).rows["hidden"], rows_of(IDS[:1], 1.0)["hidden"]
+    )
+    assert_holds(one, IDS[1:])
+    one.close()
+
+
+def test_the_least_recently_used_set_makes_room(folder: Path) -> None:
+    size = sized()
+    for name in ("a", "b", "c"):
+        open_set(folder, 3 * size, data=name).close()
+    used_at(folder, a=1, b=2, c=3)
+    open_set(folder, 3 * size, data="a").close()  # Now b was not used for longest.
+    open_set(folder, 3 * size, data="d").close()
+    kept = {made_from(one)["data"] for one in folder.glob("rows-*")}
+    assert kept == {"a", "c", "d"}
+
+
+def test_a_set_in_use_is_never_thrown_out(folder: Path) -> None:
+    size = sized()
+    used = open_set(folder, 2 * size, data="used")
+    used.store.write(IDS, STAMP, rows_of(IDS))
+    other = open_set(folder, 2 * size - 300, data="other")
+    assert 0 < other.store.num_rows < NUM
+    assert_holds(used)
+    other.close()
+    with pytest.raises(OSError, match="leaves no room for a row of"):
+        open_set(folder, size, data="a third")
+    used.close()
+
+
+def test_a_set_keeps_its_rows_when_the_limit_grows(folder: Path) -> None:
+    size = sized()
+    small = open_set(folder, size - 300)
+    num = small.store.num_rows
+    assert 0 < num < NUM
+    small.close()
+    again = open_set(folder, 5 * size)
+    assert again.store.num_rows == num
+    again.close()
+
+
+def test_a_maker_that_was_killed_leaves_no_set(folder: Path) -> None:
+    whole = open_set(folder, data="whole")
+    torn = open_set(folder, data="torn").folder
+    (torn / "about.json").unlink()
+    open_set(folder, data="another").close()
+    assert not torn.exists()
+    whole.close()
+    assert len(RowSets(folder).facts()) == 2
+
+
+@pytest.mark.parametrize("how", ["text", "hash", "rows", "short", "header", "condemned"])
+def test_a_damaged_set_is_removed_with_a_warning_and_made_anew(
+    folder: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_set(folder)
+    first.store.write(IDS, STAMP, rows_of(IDS))
+    if how == "condemned":
+        first.store.condemn()
+    first.close()
+    about, rows = first.folder / "about.json", first.folder / "rows"
+    if how == "text":
+        about.write_text(about.read_text()[:-9])
+    elif how == "hash":
+        facts = json.loads(about.read_text())
+        facts["made_from"]["data"] = "another"
+        about.write_text(json.dumps(facts))
+    elif how == "rows":
+        rows.unlink()
+    elif how == "short":
+        os.truncate(rows, 100)
+    elif how == "header":
+        data = bytearray(rows.read_bytes())
+        data[0] ^= 1
+        rows.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        again = open_set(folder)
+    assert "are not used, and removed" in caplog.text
+    assert not again.store.find(IDS, (STAMP,)).any()
+    again.close()
+
+
+def test_sets_are_described_and_removed_by_name(folder: Path) -> None:
+    one = open_set(folder)
+    one.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+    sets = RowSets(folder)
+    facts = sets.facts()[0]
+    assert (facts.num_rows, facts.num_whole, facts.about) == (NUM, 5, {"model": "Tiny"})
+    assert facts.num_bytes == sized() and facts.is_used
+    assert not sets.remove(facts.name)
+    one.close()
+    assert not sets.facts()[0].is_used
+    assert sets.remove(facts.name)
+    assert sets.facts() == []
+    with pytest.raises(FileNotFoundError, match="holds no set of rows named 'rows-0'"):
+        sets.remove("rows-0")
+
+
+def test_verify_empties_damaged_rows_and_counts_them(folder: Path) -> None:
+    one = open_set(folder)
+    one.store.write(IDS, STAMP, rows_of(IDS))
+    path = one.folder / "rows"
+    num_bytes, row_bytes = one.store.num_bytes, LAYOUT.row_bytes
+    one.close()
+    data = bytearray(path.read_bytes())
+    for row in (2, 7):
+        data[num_bytes - (NUM - row) * row_bytes + 3] ^= 16
+    path.write_bytes(data)
+    sets = RowSets(folder)
+    assert sets.verify(one.folder.name) == 2
+    assert sets.verify(one.folder.name) == 0
+    assert sets.facts()[0].num_whole == NUM - 2
+
+
+@pytest.mark.slow
+def test_none_of_10000_flipped_bits_is_ever_read(folder: Path) -> None:
+    one = open_set(folder)
+    one.store.write(IDS, STAMP, rows_of(IDS))
+    path, name = one.folder / "rows", one.folder.name
+    one.close()
+    whole, draw = path.read_bytes(), random.Random(0)
+    start = 64  # The header is compared when a set is opened.
+    num_lost = 0
+    for _ in range(10_000):
+        bit = draw.randrange(8 * start, 8 * len(whole))
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        opened = open_set(folder)
+        assert opened.folder.name == name
+        read = opened.store.read(IDS, (STAMP,))
+        num_lost += int((read.depth == 0).sum())
+        found = read.depth > 0
+        for field, row in rows_of(IDS).items():
+            assert torch.equal(read.rows[field][found], row[found])
+        opened.close()
+    assert num_lost > 1000  # Many bits are padding, of pages and fields.
+
+
+def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
+    kept = KeptRows(RowSets(folder), {"data": "words"}, {})
+    stamps = (0x11, 0x22)
+    with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
+        store.write(IDS, stamps[0], rows_of(IDS))
+    with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[1])) as store:
+        assert store.find(IDS, stamps).tolist() == [1] * NUM
+        store.write(IDS[:4], stamps[1], rows_of(IDS[:4], 0.5))
+        read = store.read(IDS, stamps)
+        assert read.depth.tolist() == [2] * 4 + [1] * (NUM - 4)
+        assert torch.equal(read.rows["hidden"][:4], rows_of(IDS[:4], 0.5)["hidden"])
+        assert torch.equal(read.rows["hidden"][4:], rows_of(IDS[4:])["hidden"])
+    with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
+        assert store.find(IDS, stamps[:1]).tolist() == [1] * NUM
+
+
+def test_condemned_rows_are_gone_for_every_process_at_once(folder: Path) -> None:
+    kept = KeptRows(RowSets(folder), {"data": "words"}, {})
+    one, two = (KeptStore(kept, LAYOUT, NUM, stamp=STAMP) for _ in range(2))
+    one.write(IDS, STAMP, rows_of(IDS))
+    assert one.condemn()
+    assert not two.condemn()
+    assert two.is_condemned() and not two.find(IDS, (STAMP,)).any()
+    assert [*folder.glob("rows-*")] == []
+    one.close()
+    two.close()
+
+
+def sized() -> int:
+    """Return the bytes of one set."""
+    return FileShape(LAYOUT, NUM).num_bytes
+
+
+def made_from(folder: Path) -> Any:
+    return json.loads((folder / "about.json").read_text())["made_from"]
+
+
+def used_at(folder: Path, **seconds: int) -> None:
+    """Say when sets were last used, by their data."""
+    for one in folder.glob("rows-*"):
+        at = seconds[made_from(one)["data"]]
+        os.utime(one / "about.json", (at, at))

@@ -1,0 +1,314 @@
+"""A run reads the rows that earlier runs have kept, but none that it would not compute itself."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from pipetransformer import attach
+from tests.helpers.any_models import KINDS, NUM_SAMPLES, build, data, mean_loss, sgd
+from tests.pipetransformer.loop.test_cached_loop import Samples
+
+KIND = KINDS["gpt2_classifier"]
+DEPTH = 2
+BLOCK = "transformer.h.1.mlp.c_fc.weight"
+CHUNK = 4
+
+
+def texts() -> Samples:
+    return Samples({name: tensor.clone() for name, tensor in data(KIND).tensors.items()})
+
+
+class Run:
+    """Train two epochs of a loop over kept rows, or over none."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        model: nn.Module | None = None,
+        dataset: Any = None,
+        collate: Callable[..., Any] | None = None,
+        batch_size: int = 4,
+        **settings: Any,
+    ) -> None:
+        self.model = model or build(KIND)
+        self.losses: list[float] = []
+        self.reads = 0
+        self.dataset = texts() if dataset is None else dataset
+        loader: DataLoader[Any] = DataLoader(
+            self.dataset, batch_size=batch_size, collate_fn=collate
+        )
+        kept = {"cache_folder": folder, "cache_keep": True} if folder else {}
+        optimizer = sgd([*self.model.named_parameters()])
+        with attach(
+            self.model, freeze=DEPTH, **{"prefix_chunk": CHUNK, **kept, **settings}
+        ) as cached:
+            self.hits = []
+            for _ in range(2):
+                before = getattr(self.dataset, "reads", 0)
+                for batch in cached.epoch(loader):
+                    loss = mean_loss(KIND, self.model, batch)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    self.losses.append(loss.item())
+                self.reads = getattr(self.dataset, "reads", 0) - before
+                self.hits.append(cached.stats.hits)
+        self.weights = dict(self.model.state_dict())
+
+
+def assert_equal(ours: Run, plain: Run) -> None:
+    assert ours.losses == plain.losses
+    for name, tensor in plain.weights.items():
+        assert torch.equal(ours.weights[name], tensor), name
+
+
+def test_a_second_run_begins_with_the_rows_of_the_first(tmp_path: Path) -> None:
+    first, second, plain = Run(tmp_path), Run(tmp_path), Run(None)
+    assert (first.hits, second.hits) == ([0, NUM_SAMPLES], [NUM_SAMPLES, NUM_SAMPLES])
+    assert_equal(first, plain)
+    assert_equal(second, plain)
+
+
+def head_only(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("score.weight").mul_(2.0)
+        model.get_parameter("transformer.h.2.attn.c_attn.weight").mul_(2.0)
+
+
+def one_weight(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter(BLOCK).view(-1)[7] += 1e-3
+
+
+def last_block_below(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("transformer.h.0.ln_1.bias")[0] += 1e-9
+
+
+def epsilon(model: nn.Module) -> None:
+    model.get_submodule("transformer.h.1.ln_2").eps = 1e-4  # type: ignore[assignment]
+
+
+def activation(model: nn.Module) -> None:
+    model.get_submodule("transformer.h.0.mlp").act = nn.ReLU()
+
+
+def scale(model: nn.Module) -> None:
+    model.config.scale_attn_weights = False  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "hits"),
+    [
+        (head_only, NUM_SAMPLES),
+        (one_weight, 0),
+        (last_block_below, 0),
+        (epsilon, 0),
+        (activation, 0),
+        (scale, 0),
+    ],
+)
+def test_what_changes_frozen_layers_changes_rows_and_nothing_else_does(
+    change: Callable[[nn.Module], None], hits: int, tmp_path: Path
+) -> None:
+    Run(tmp_path)
+    changed, plainly = build(KIND), build(KIND)
+    change(changed)
+    change(plainly)
+    ours, plain = Run(tmp_path, model=changed), Run(None, model=plainly)
+    assert ours.hits == [hits, NUM_SAMPLES]
+    assert_equal(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hits"),
+    [
+        ({"seed": 5}, NUM_SAMPLES),
+        ({"batch_size": 2}, NUM_SAMPLES),
+        ({"prefix_chunk": 2}, 0),
+        ({"cache_dtype": "bfloat16"}, 0),
+        ({"cache_fingerprint": "words-v1"}, 0),
+    ],
+)
+def test_a_setting_that_changes_rows_finds_none_and_another_finds_all(
+    settings: dict[str, Any], hits: int, tmp_path: Path
+) -> None:
+    Run(tmp_path)
+    found = Run(tmp_path, **settings).hits
+    assert found[1] == NUM_SAMPLES and (found[0] > 0) == (hits > 0)
+
+
+def test_other_threads_compute_other_last_bits_so_they_find_no_row(tmp_path: Path) -> None:
+    Run(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert Run(tmp_path).hits[0] == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+# Samples 0 and 9 are among those that tell one data set from another.
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_one_changed_sample_or_label_is_made_anew(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+    Run(tmp_path)
+    changed, plainly = texts(), texts()
+    for dataset in (changed, plainly):
+        dataset.entries[name][4] = (dataset.entries[name][4] + 1) % 3
+    ours, plain = Run(tmp_path, dataset=changed), Run(None, dataset=plainly)
+    assert ours.hits == [NUM_SAMPLES - 1, NUM_SAMPLES]
+    assert_equal(ours, plain)
+    # The row is the new sample's from now on.
+    assert Run(tmp_path, dataset=changed).hits == [NUM_SAMPLES, NUM_SAMPLES]
+
+
+def cut(items: list[dict[str, Tensor]], most: int) -> dict[str, Tensor]:
+    """Collate texts, and cut those that are longer."""
+    batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    mask = mask * (torch.arange(mask.shape[1]) < most)
+    return {**batch, "input_ids": ids * mask, "attention_mask": mask}
+
+
+def test_a_collate_function_that_cuts_texts_elsewhere_gets_rows_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The samples that tell data sets apart are short: each row's own digest must tell.
+    monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+
+    def at_7(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return cut(items, 7)
+
+    def at_8(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return cut(items, 8)
+
+    Run(tmp_path, collate=at_8)
+    ours, plain = Run(tmp_path, collate=at_7), Run(None, collate=at_7)
+    longer = int((texts().entries["attention_mask"].sum(1) > 7).sum())
+    assert longer > 0 and ours.hits[0] == NUM_SAMPLES - longer
+    assert_equal(ours, plain)
+
+
+def test_a_changed_function_beneath_a_module_is_found_by_computing_rows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path)
+    whole = F.layer_norm
+    monkeypatch.setattr(F, "layer_norm", lambda *args, **kwargs: whole(*args, **kwargs) * 1.001)
+    with caplog.at_level(logging.WARNING):
+        ours = Run(tmp_path)
+    assert "are other than this run computes, though the weights are the same" in caplog.text
+    assert ours.hits == [0, NUM_SAMPLES]
+    assert_equal(ours, Run(None))
+
+
+def table(texts: Samples, **columns: Any) -> Any:
+    entries = {name: tensor.tolist() for name, tensor in texts.entries.items()}
+    return datasets.Dataset.from_dict({**entries, **columns}).with_format("torch")
+
+
+def test_a_table_is_known_by_its_fingerprint_and_its_samples_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autocache.sample_checks._DENSE_CHECKS", 1 << 30)
+    monkeypatch.setattr("autocache.sample_checks._SPARSE_CHECKS", 1 << 30)
+    reads: list[int] = []
+
+    def fetch(place: int) -> None:
+        reads.append(place)
+
+    def count(batch: dict[str, Any]) -> dict[str, Any]:
+        fetch(len(batch["labels"]))
+        return {name: [torch.tensor(one) for one in column] for name, column in batch.items()}
+
+    words = datasets.Dataset.from_dict(
+        {name: tensor.tolist() for name, tensor in texts().entries.items()}
+    )
+    counted = words.with_transform(count)
+    counted._fingerprint = "as the last run's"
+    Run(tmp_path, dataset=counted)
+    before = sum(reads)
+    ours = Run(tmp_path, dataset=counted)
+    assert ours.hits == [NUM_SAMPLES, NUM_SAMPLES]
+    first = sum(reads) - before
+    before = sum(reads)
+    attach_only(tmp_path, counted)
+    assert first == sum(reads) - before  # All were read to look at the model and the data.
+
+
+def attach_only(folder: Path, dataset: Any) -> None:
+    """Begin an epoch, and leave it."""
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=4)
+    kept: dict[str, Any] = {"cache_folder": folder, "cache_keep": True, "prefix_chunk": CHUNK}
+    with attach(build(KIND), freeze=DEPTH, **kept) as cached:
+        next(iter(cached.epoch(loader)))
+
+
+def test_a_table_with_another_label_has_rows_of_its_own(tmp_path: Path) -> None:
+    Run(tmp_path, dataset=table(texts()))
+    assert Run(tmp_path, dataset=table(texts())).hits[0] == NUM_SAMPLES
+    changed = texts()
+    changed.entries["labels"][4] = (changed.entries["labels"][4] + 1) % 3
+    ours, plain = Run(tmp_path, dataset=table(changed)), Run(None, dataset=table(changed))
+    assert ours.hits == [0, NUM_SAMPLES]
+    assert_equal(ours, plain)
+
+
+def test_data_under_a_name_of_the_users_are_not_read_to_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autocache.sample_checks._DENSE_CHECKS", 1 << 30)
+    items = [{name: tensor[i] for name, tensor in texts().entries.items()} for i in range(10)]
+    named = {"dataset": items, "cache_fingerprint": "words-v1"}
+    Run(tmp_path, **named)
+    assert Run(tmp_path, **named).hits == [NUM_SAMPLES, NUM_SAMPLES]
+
+
+def test_rows_of_each_depth_serve_a_run_that_freezes_anew(tmp_path: Path) -> None:
+    def run() -> list[tuple[int, int, int]]:
+        model, found = build(KIND), []
+        loader: DataLoader[Any] = DataLoader(texts(), batch_size=4)
+        kept = {"cache_folder": tmp_path, "cache_keep": True, "prefix_chunk": CHUNK}
+        with attach(model, freeze=[1, 2, 2], **kept) as cached:
+            for _ in range(3):
+                for batch in cached.epoch(loader):
+                    mean_loss(KIND, model, batch)
+                stats = cached.stats
+                found.append((stats.hits, stats.upgrades, stats.misses))
+        return found
+
+    assert run() == [(0, 0, 10), (0, 10, 0), (10, 0, 0)]
+    assert run() == [(10, 0, 0)] * 3
+
+
+PROGRAM = """
+    import sys
+    from pathlib import Path
+    from tests.pipetransformer.feed.test_kept_rows import Run
+    run = Run(Path(sys.argv[1]))
+    print(run.hits, run.losses)
+"""
+
+
+def test_another_process_finds_the_rows_and_comes_to_the_same_numbers(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert answer.stdout.strip() == f"{[NUM_SAMPLES, NUM_SAMPLES]} {first.losses}"
