@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -46,7 +48,8 @@ class KeptRows:
 class KeptStore:
     """Find rows of any depth, and write each depth into its own set; see `RowStore`.
 
-    Every process of a node opens its own, and closes it.
+    Every process of a node opens its own, and closes it. Rows that others have written are found
+    once `trust_others` was called: the caller has proven by then that they compute alike.
 
     Args:
         stamp: of the depth that is wanted; its set is made where there is none.
@@ -62,7 +65,14 @@ class KeptStore:
         self._first = kept.sets.obtain(kept.made_at(stamp), layout, num_rows, kept.about)
         self.num_rows = self._first.store.num_rows
         self._sets: dict[int, OpenSet | None] = {stamp: self._first}
-        self._tried = {stamp}
+        # The set of layers that were edited since: one at a time, or each edit would leave one.
+        self._edited: int | None = None
+        self._has_own: dict[int, Tensor] = {}
+        self._trusts_others = False
+
+    @property
+    def folder(self) -> Path:
+        return self._kept.sets.folder
 
     @property
     def num_bytes(self) -> int:
@@ -85,14 +95,33 @@ class KeptStore:
     def holds(self, check: Callable[[], bool]) -> bool:
         return check()
 
+    def trust_others(self) -> None:
+        """Find rows that others have written, too."""
+        self._trusts_others = True
+
+    @property
+    def trusts_others(self) -> bool:
+        return self._trusts_others
+
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         """Return the (B,) depths at which rows are found, the deepest of each."""
+        return self._find(ids, stamps, of_others=self._trusts_others)
+
+    def find_any(self, ids: Tensor, stamps: Stamps) -> Tensor:
+        """Return the depths at which there are rows, whoever wrote them."""
+        return self._find(ids, stamps, of_others=True)
+
+    def _find(self, ids: Tensor, stamps: Stamps, *, of_others: bool) -> Tensor:
         found = torch.zeros_like(ids)
         for depth in range(len(stamps), 0, -1):
             one = self._set_of(stamps[depth - 1])
-            if one is not None and bool((found == 0).any()):
-                here = one.store.find(ids, stamps[depth - 1 : depth]) > 0
-                found = found.where((found > 0) | ~here, depth)
+            if one is None or not bool((found == 0).any()):
+                continue
+            here = one.store.find(ids, stamps[depth - 1 : depth]) > 0
+            if not of_others:
+                own = self._has_own.get(stamps[depth - 1])
+                here &= False if own is None else own[ids.clamp(max=self.num_rows - 1)]
+            found = found.where((found > 0) | ~here, depth)
         return found
 
     def read(
@@ -139,9 +168,11 @@ class KeptStore:
         also: FurtherRows | None = None,
     ) -> None:
         """Write rows into the set of a stamp, but those that another process has written."""
-        one = self._set_of(stamp, makes=True)
+        one = self._set_to_write(stamp)
         if one is not None and not self._is_condemned:
-            one.store.write(ids, stamp, rows, lengths, also=also)
+            written = one.store.write(ids, stamp, rows, lengths, also=also)
+            own = self._has_own.setdefault(stamp, torch.zeros(self.num_rows, dtype=torch.bool))
+            own[written] = True
 
     def close(self) -> None:
         """Let go of all sets; their rows stay."""
@@ -152,18 +183,30 @@ class KeptStore:
     def _open_sets(self) -> list[OpenSet]:
         return [one for one in self._sets.values() if one is not None]
 
-    def _set_of(self, stamp: int, *, makes: bool = False) -> OpenSet | None:
+    def _set_of(self, stamp: int) -> OpenSet | None:
         """Return the open set of a stamp; None where there is none, or it has other rows."""
-        if makes and stamp not in self._tried:
-            # As where weights were edited: the layers have a stamp then that was not foreseen.
-            self._tried.add(stamp)
-            self._sets[stamp] = self._sets.get(stamp) or self._made(stamp)
-        elif stamp not in self._sets:
+        if stamp not in self._sets:
             self._sets[stamp] = self._found(stamp)
         return self._sets[stamp]
 
+    def _set_to_write(self, stamp: int) -> OpenSet | None:
+        """Return the set of a stamp; of layers that were edited it replaces the one before."""
+        one = self._set_of(stamp)
+        if one is not None or stamp == self._edited:
+            return one
+        if self._edited is not None and (before := self._sets.pop(self._edited)) is not None:
+            before.close()
+            with suppress(OSError):  # Somebody has removed it.
+                self._kept.sets.remove(before.folder.name)
+        self._edited, self._sets[stamp] = stamp, self._made(stamp)
+        return self._sets[stamp]
+
     def _found(self, stamp: int) -> OpenSet | None:
-        return self._fitting(self._kept.sets.find(self._kept.made_at(stamp), self.layout))
+        try:
+            return self._fitting(self._kept.sets.find(self._kept.made_at(stamp), self.layout))
+        except OSError as error:
+            _LOGGER.warning("kept rows are not read: %s", error)
+            return None
 
     def _made(self, stamp: int) -> OpenSet | None:
         kept = self._kept

@@ -25,10 +25,15 @@ _FLOCK = "hhqqi0q"
 
 @final
 class RowClaims:
-    """Claim rows of an open file; the descriptor is open for writing, and stays the caller's."""
+    """Claim rows of an open file; the descriptor is open for writing, and stays the caller's.
+
+    Raises:
+        OSError: the file system has no such locks.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._set(fcntl.F_UNLCK, 0)
 
     @contextmanager
     def claimed(self, rows: np.ndarray) -> Iterator[np.ndarray]:

@@ -19,7 +19,9 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -39,6 +41,7 @@ _LOCK, _ROWS, _ABOUT, _PREFIX = "lock", "rows", "about.json", "rows-"
 _LOCK_TIMEOUT_S = 120.0
 """The lock is held while a file is reserved: seconds for a large one on a slow disk."""
 _POLL_S = 0.01
+_MOST_ROWS = 1 << 40
 _BATCH = 256
 """Rows that are read at a time to look for damaged ones."""
 
@@ -78,24 +81,30 @@ class OpenSet:
     """
 
     def __init__(
-        self, folder: Path, store: RowStore, descriptors: tuple[int, ...], *, is_used: bool
+        self, folder: Path, store: RowStore, descriptors: tuple[int, int], *, is_used: bool
     ) -> None:
-        self.folder, self.store = folder, store
-        self._descriptors, self._is_used = descriptors, is_used
+        self.folder, self.store, self._is_used = folder, store, is_used
+        # Also where nobody closes it.
+        self._let_go = weakref.finalize(self, _let_go, *descriptors)
         self._note_use()
 
     def close(self) -> None:
-        descriptors, self._descriptors = self._descriptors, ()
-        if descriptors:
+        if self._let_go.alive:
             self.store.close()
             self._note_use()
-        for descriptor in descriptors:
-            os.close(descriptor)
+            self._let_go()
 
     def _note_use(self) -> None:
         if self._is_used:
-            with suppress(FileNotFoundError):  # It was condemned, and removed.
+            with suppress(OSError):  # It was condemned and removed, say.
                 os.utime(self.folder / _ABOUT)
+
+
+def _let_go(folder: int, file: int) -> None:
+    # By hand: a forked process, such as a loader's worker, has these descriptors, too.
+    fcntl.flock(folder, fcntl.LOCK_UN)
+    os.close(file)
+    os.close(folder)
 
 
 @final
@@ -115,14 +124,16 @@ class RowSets:
     ) -> OpenSet:
         """Return the set of these rows; make it where there is none.
 
-        A set that is found keeps its number of rows. A new one has as many of `num_rows` as the
-        limit leaves room for.
+        A new set has as many of `num_rows` as the limit leaves room for. One that is found keeps
+        its number of rows, unless nobody uses it and there is room for twice as many by now.
 
         Raises:
             OSError: there is no room for a row, or the disk failed.
         """
         with self._locked():
             found = self._opened(made_from, layout)
+            if found is not None and 2 * found.store.num_rows <= num_rows:
+                found = self._unless_too_small(found, layout, num_rows)
             return found or self._made(made_from, layout, num_rows, about)
 
     def find(self, made_from: MadeFrom, layout: RowLayout) -> OpenSet | None:
@@ -144,7 +155,7 @@ class RowSets:
             FileNotFoundError: there is no such set.
         """
         folder = self.folder / name
-        if not name.startswith(_PREFIX) or not folder.is_dir():
+        if folder not in self._set_folders():
             raise FileNotFoundError(f"{self.folder} holds no set of rows named {name!r}")
         with self._locked():
             return self._removed(folder)
@@ -189,6 +200,19 @@ class RowSets:
             _delete(folder)
             return None
 
+    def _unless_too_small(
+        self, found: OpenSet, layout: RowLayout, num_rows: int
+    ) -> OpenSet | None:
+        """Remove a set that was made for a smaller limit; return it where it stays."""
+        wanted = FileShape(layout, num_rows).num_bytes
+        others = sum(_size_of(one) for one in self._set_folders() if one != found.folder)
+        fits = self._limit_bytes is None or others + wanted <= self._limit_bytes
+        free = shutil.disk_usage(self.folder).free
+        if not fits or wanted > free:
+            return found
+        found.close()
+        return None if self._removed(found.folder) else _open(found.folder)
+
     def _made(
         self, made_from: MadeFrom, layout: RowLayout, num_rows: int, about: Mapping[str, Any]
     ) -> OpenSet:
@@ -205,7 +229,7 @@ class RowSets:
                 f"the limit of {self._limit_bytes} bytes leaves no room for a row of {row_bytes} "
                 f"bytes in {self.folder}: raise cache_limit_bytes, or remove sets that are in use"
             )
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)  # A file that is not ours may have kept it.
         try:
             with open(folder / _ROWS, "xb+", opener=partial(os.open, mode=0o600)) as file:
                 FileShape(layout, num_rows).reserve(file.fileno(), folder / _ROWS)
@@ -236,7 +260,8 @@ class RowSets:
         return True
 
     def _set_folders(self) -> list[Path]:
-        return [one for one in self.folder.glob(f"{_PREFIX}*") if one.is_dir()]
+        found = self.folder.glob(f"{_PREFIX}*")
+        return [one for one in found if one.is_dir() and not one.is_symlink()]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -298,7 +323,7 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
             store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping, claims=claims)
             if store.is_condemned():
                 raise ValueError("they were found to be wrong")
-            return OpenSet(folder, store, (file, own), is_used=is_used)
+            return OpenSet(folder, store, (own, file), is_used=is_used)
         except BaseException:
             os.close(file)
             raise
@@ -339,8 +364,10 @@ def _read_about(folder: Path) -> tuple[dict[str, Any], RowLayout, dict[str, Any]
             for one in facts["fields"]
         )
         # Both were checked by no hash: the rows' file is, by its size and its header.
-        num_rows, about = int(facts["num_rows"]), dict(facts["about"])
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        num_rows, about = facts["num_rows"], dict(facts["about"])
+        if type(num_rows) is not int or not 0 < num_rows < _MOST_ROWS:
+            raise ValueError(f"it has {num_rows} rows")
+    except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / _ABOUT} is damaged: {error!r}") from error
     return facts["made_from"], RowLayout(fields), {"num_rows": num_rows, "about": about}
 
@@ -384,6 +411,10 @@ def _size_of(folder: Path) -> int:
 
 def _delete(folder: Path) -> None:
     """Delete a set: first its description, so that a kill in between leaves no set."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     for name in (_ABOUT, _ROWS):
         (folder / name).unlink(missing_ok=True)
-    folder.rmdir()
+    with suppress(OSError):  # It holds a file that is not ours.
+        folder.rmdir()

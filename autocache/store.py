@@ -34,6 +34,8 @@ from autocache.row_claims import RowClaims
 
 _BLOCK_BYTES = 1 << 21
 """Bytes copied before they are summed: few enough to be in the CPU's cache still."""
+_MOST_CLAIMED = 64
+"""Rows that are claimed at a time."""
 _LOGGER = logging.getLogger(__name__)
 
 Rows: TypeAlias = Mapping[str, Tensor]
@@ -306,38 +308,41 @@ class RowStore:
         lengths: Tensor | None = None,
         *,
         also: FurtherRows | None = None,
-    ) -> None:
+    ) -> Tensor:
         """Write rows in place, each id once; from now on they are found.
 
         Args:
             rows: every field of the layout and no other, any device.
             lengths: (B,) int64 on CPU, entries of each row's varying fields; None for all.
             also: gives the fields that `rows` lacks.
+        Returns:
+            (W,) int64, the ids that were written: those with a row that nobody else writes.
         Raises:
             ValueError: rows that do not match the layout.
         """
         slots, fits = self._slots(ids)
         _checked_stamp(stamp)
         if self.is_condemned():
-            return
+            return ids[:0]
         rows = {**rows, **also()} if also is not None else rows
         check_rows(self.layout, rows, len(slots))
         if self._claims is None:
-            self._write(slots, fits, stamp, rows, lengths)
-            return
-        wanted = fits & (self._tags[slots, 0] != stamp)
-        with self._claims.claimed(slots[wanted]) as got:
-            mine = wanted.copy()
-            # Once more: another process may have written a row just before it was claimed.
-            mine[wanted] = got & (self._tags[slots[wanted], 0] != stamp)
-            self._write(slots, mine, stamp, rows, lengths)
+            return self._write(slots, fits.nonzero()[0], stamp, rows, lengths)
+        wanted = (fits & (self._tags[slots, 0] != stamp)).nonzero()[0]
+        # The kernel looks through all of a file's locks for each new one.
+        written = [ids[:0]]
+        for part in np.split(wanted, range(_MOST_CLAIMED, len(wanted), _MOST_CLAIMED)):
+            with self._claims.claimed(slots[part]) as got:
+                # Once more: another process may have written a row just before it was claimed.
+                chosen = part[got & (self._tags[slots[part], 0] != stamp)]
+                written.append(self._write(slots, chosen, stamp, rows, lengths))
+        return torch.cat(written)
 
     def _write(
         self, slots: np.ndarray, chosen: np.ndarray, stamp: int, rows: Rows, lengths: Tensor | None
-    ) -> None:
-        """Write the chosen ones, (B,) bool, of some rows."""
-        kept = torch.from_numpy(chosen).nonzero().flatten()
-        slots = slots[chosen]
+    ) -> Tensor:
+        """Write some rows, at the places `chosen` among those given; return their numbers."""
+        kept, slots = torch.from_numpy(chosen), slots[chosen]
         if lengths is None:
             own = np.full(len(slots), np.iinfo(np.uint64).max)
         else:
@@ -353,6 +358,7 @@ class RowStore:
         # Place, stamp and length enter the check: bytes never pass under another of them.
         self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
         self._tags[slots, 0] = stamp
+        return torch.from_numpy(slots)
 
     def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Stamps) -> np.ndarray:
         """Return the depth of each stamp that was found, 0 for none."""

@@ -18,15 +18,15 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
-from types import MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from autocache import RowContent
+from autocache import RowContent, chain_hash
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed.samples import Samples
 from pipetransformer.model import LayeredModel
@@ -42,15 +42,20 @@ _HEADS_OWN = frozenset({
 """Settings of transformers' models that change nothing below the head."""
 
 _IDLE = frozenset({
-    "config", "forward", "gradient_checkpointing", "name_or_path", "training", "warnings_issued",
+    "config", "gradient_checkpointing", "name_or_path", "training", "warnings_issued",
 })  # fmt: skip
 """Attributes of modules that change no number, or are looked at elsewhere."""
+
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
+
+_MOST_LEVELS = 6
+"""How deep values within values are looked at."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
 
 
 def data_origin(
-    samples: Samples, content: RowContent, config: TrainConfig
+    samples: Samples, content: RowContent, config: TrainConfig, *, num_views: int
 ) -> tuple[dict[str, Any], bool]:
     """Return what tells a data set's samples from others, and whether it tells every change.
 
@@ -62,22 +67,25 @@ def data_origin(
         "samples": len(dataset),
         "digests": digests,
         "named": config.cache_fingerprint,
+        "collate": _told(samples.collation.function),
         # Fixed views are random numbers of this seed.
-        "views": config.cache_views and [config.cache_views, config.seed],
+        "views": [num_views, config.seed] if num_views > 1 else None,
     }
     table = fingerprint_of_table(dataset)
     origin["table"] = table
-    is_plain = samples.collation.function is None and config.cache_views is None
+    is_plain = samples.collation.function is None and num_views == 1
     return origin, config.cache_fingerprint is not None or (table is not None and is_plain)
 
 
 def fingerprint_of_table(dataset: Any) -> str | None:
     """Return the fingerprint of a `datasets.Dataset`; None where it does not cover the samples.
 
-    It covers the table, and functions that samples pass through, but no files that a table names.
+    It covers the table alone: no files that its columns name, and no code of a transform.
     """
     library = sys.modules.get("datasets")
     if library is None or not isinstance(dataset, library.Dataset):
+        return None
+    if dataset.format["type"] == "custom":
         return None
     names_files = (library.Image, library.Audio, library.Video)
     if any(isinstance(one, names_files) for one in _features(dict(dataset.features))):
@@ -152,12 +160,58 @@ def _layers_by_path(model: LayeredModel) -> dict[str, int]:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, str]]:
-    """Return a module's plain attributes; of others it is known only what they are."""
-    return sorted(
-        (name, repr(value) if _is_plain(value) else _kind_of(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name not in _IDLE
-    )
+    """Return what a module holds beside its tensors and parts, hooks on its forward included."""
+    told = []
+    for name, value in vars(module).items():
+        # A model that is attached to a loop has other forwards, which know the module's own one.
+        if type(value).__module__.startswith("pipetransformer."):
+            value = getattr(value, "own", None)
+        is_own = not name.startswith("_") and name not in _IDLE
+        is_private = name not in _OF_EVERY_MODULE and isinstance(value, (int, float, str, tuple))
+        if value is not None and (is_own or is_private):
+            told.append((name, _told(value)))
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        told += [
+            ("hook", _told(hook))
+            for hook in hooks.values()
+            if not type(hook).__module__.startswith(("freeze.", "pipetransformer."))
+        ]
+    return sorted(told)
+
+
+def _told(value: Any, *, most: int = _MOST_LEVELS) -> str:
+    """Spell a value: its contents, its code, or, where neither is to be had, its class."""
+    if _is_plain(value):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"{chain_hash(0, [('', value)], mode='')}"
+    if most == 0:
+        return type(value).__qualname__
+    within = partial(_told, most=most - 1)
+    if isinstance(value, (list, tuple)):
+        return f"{[*map(within, value)]}"
+    if isinstance(value, dict):
+        return f"{sorted((within(key), within(one)) for key, one in value.items())}"
+    if (parts := _parts_of_code(value)) is not None:
+        return f"{[*map(within, parts)]}"
+    if isinstance(value, (type, BuiltinFunctionType)) or not hasattr(value, "__dict__"):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    own = sorted((name, within(one)) for name, one in vars(value).items() if name[0] != "_")
+    return f"{_code_of(value)} {own}"
+
+
+def _parts_of_code(value: Any) -> list[Any] | None:
+    """Return what a function consists of, and what it has captured; None for what is none."""
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [value.__code__, held, value.__defaults__]
+    if isinstance(value, CodeType):
+        return [value.co_name, value.co_code, value.co_names, value.co_consts]
+    return None
 
 
 def _is_plain(value: Any) -> bool:
@@ -168,28 +222,27 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _kind_of(value: Any) -> str:
-    code = getattr(value, "__code__", None)
-    name = getattr(value, "__qualname__", type(value).__qualname__)
-    return name if code is None else f"{name} {_hashed(code.co_code)}"
-
-
-def _code_of(module: nn.Module) -> str:
+def _code_of(value: object) -> str:
     """Return a class's name, its package's version, and a hash of its source."""
-    kind: Any = type(module)
-    package = kind.__module__.partition(".")[0]
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        version = ""
+    kind: Any = type(value)
     try:
         source = _source_of(kind).encode()
     except (OSError, TypeError):  # Typed into an interpreter, or made by a program.
-        source = getattr(getattr(kind.forward, "__code__", None), "co_code", b"")
+        forward = getattr(kind, "forward", None)
+        source = getattr(getattr(forward, "__code__", None), "co_code", b"")
+    version = _version_of(kind.__module__.partition(".")[0])
     return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(source)}"
 
 
 _source_of = cache(inspect.getsource)
+
+
+@cache
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _hashed(data: bytes) -> str:

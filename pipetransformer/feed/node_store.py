@@ -245,13 +245,8 @@ def _open_kept(
             raise
         store = KeptStore(kept, layout, num_fitting, stamp=stamp)
     if is_right is not None and not is_right(store):
-        store.condemn()
+        warn_of_others(store)
         store.close()
-        _LOGGER.warning(
-            "rows in %s are other than this run computes, though the weights are the same (code "
-            "was changed, or a library): they are removed",
-            kept.sets.folder,
-        )
         store = KeptStore(kept, layout, num_rows, stamp=stamp)
     if store.num_rows < num_rows:
         _LOGGER.warning(
@@ -262,6 +257,16 @@ def _open_kept(
             num_rows,
         )
     return store
+
+
+def warn_of_others(store: KeptStore) -> None:
+    """Remove rows that this run does not compute."""
+    store.condemn()
+    _LOGGER.warning(
+        "rows in %s are other than this run computes, though the weights are the same (code was "
+        "changed, or a library): they are removed",
+        store.folder,
+    )
 
 
 def behind(world: World, store: RowStore | KeptStore) -> RowStore | KeptStore | WrittenBehind:

@@ -30,7 +30,13 @@ from pipetransformer.feed.coming_fetches import Coming, Fetch, Follower, with_la
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.kept_origin import about_rows, data_origin, machine_origin
 from pipetransformer.feed.kept_proof import KeptProof
-from pipetransformer.feed.node_store import behind, check_device, make_store, share_kept
+from pipetransformer.feed.node_store import (
+    behind,
+    check_device,
+    make_store,
+    share_kept,
+    warn_of_others,
+)
 from pipetransformer.feed.random_numbers import own_random_numbers
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
@@ -103,6 +109,7 @@ class SampleFeed:
         self._gave_up = keeps == 0
         # Digests of this run's samples, to compare rows of other runs with.
         self._known: Tensor | None = None
+        self._kept: KeptStore | None = None
         # Samples whose rows are on their way from the disk.
         self._expected = torch.empty(0, dtype=torch.int64)
 
@@ -195,8 +202,9 @@ class SampleFeed:
         Args:
             is_last: whether no sample is asked for again in the view that it has now.
         """
+        keeps = self._task.config.cache_keep or not is_last
         return Rows(
-            partial(self.fetch, epoch=epoch, keeps=not is_last),
+            partial(self.fetch, epoch=epoch, keeps=keeps),
             partial(self._look, epoch=epoch),
             partial(self._read_ahead, epoch=epoch),
             self.take_stats,
@@ -245,7 +253,7 @@ class SampleFeed:
         self._close_cache()
         if self._store is not None:
             self._store.close()
-            self._store = None
+            self._store = self._kept = None
 
     def fetch(self, ids: Tensor, *, epoch: int, keeps: bool) -> Batch:
         """See `Rows.fetch`."""
@@ -264,6 +272,7 @@ class SampleFeed:
             # Once an epoch values are compared, too, which reads all weights of the prefix.
             self.prefix.stamp_anew_if_edited(compares_values=epoch != self._epoch)
             self._epoch = epoch
+            self._prove_others(ids, epoch)
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
         later = ids[:0] if coming is None else coming.later
         if self._store is not None and self._uses_store:
@@ -390,7 +399,9 @@ class SampleFeed:
         config, world = self._task.config, self._world
         found: Any = None
         if world.is_main:  # Rank 0 always holds the prefix.
-            data, is_told = data_origin(self.samples, self._rows.content, config)
+            data, is_told = data_origin(
+                self.samples, self._rows.content, config, num_views=self._num_views
+            )
             found = [data, is_told, self.prefix.stamps[-1]]
         data, is_told, stamp = broadcast_json(found, group=world.group)
         kept = KeptRows(
@@ -401,18 +412,32 @@ class SampleFeed:
         store = share_kept(world, kept, layout, num_rows, stamp=stamp, is_right=self._proves_right)
         if store is None:
             return None
+        self._kept = store
         if not is_told and (self._known is None or len(self._known) != store.num_rows):
             self._known = torch.zeros(store.num_rows, dtype=torch.int64)
         return behind(world, store)
 
     def _proves_right(self, store: KeptStore) -> bool:
-        """Tell whether kept rows are what this run computes, as far as this rank can."""
-        prefix, device = self.prefix, self._world.device
-        if not prefix.on_stage_0:
+        """Tell whether rows that were found are what this run computes, as far as a rank can."""
+        if not self.prefix.on_stage_0:
             return True
-        proof = KeptProof(prefix, self.samples, self._rows.content, self._chunk_size, device)
-        rows = self._row_ids(torch.arange(len(self.dataset)), epoch=0, num_rows=store.num_rows)
-        return proof.holds(store, rows)
+        ids = torch.arange(len(self.dataset))
+        rows = self._row_ids(ids, 0, num_rows=store.num_rows)
+        return self._proof(epoch=0).holds(store, ids, rows)
+
+    def _proof(self, *, epoch: int) -> KeptProof:
+        content, device, view = self._rows.content, self._world.device, self._view(epoch)
+        return KeptProof(self.prefix, self.samples, content, self._chunk_size, device, view)
+
+    def _prove_others(self, ids: Tensor, epoch: int) -> None:
+        """Read no row of another process before some of its rows were computed again."""
+        store = self._kept
+        if store is None or store.trusts_others or store.is_condemned():
+            return
+        rows, stamps = self._row_ids(ids, epoch), self.prefix.stamps
+        others = (store.find_any(rows, stamps) > store.find(rows, stamps)).nonzero().flatten()
+        if len(others) and not self._proof(epoch=epoch).holds(store, ids[others], rows[others]):
+            warn_of_others(store)
 
 
 def first_samples(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -255,6 +256,8 @@ def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
         store.write(IDS, stamps[0], rows_of(IDS))
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[1])) as store:
+        assert store.find(IDS, stamps).tolist() == [0] * NUM
+        store.trust_others()
         assert store.find(IDS, stamps).tolist() == [1] * NUM
         store.write(IDS[:4], stamps[1], rows_of(IDS[:4], 0.5))
         read = store.read(IDS, stamps)
@@ -262,6 +265,7 @@ def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
         assert torch.equal(read.rows["hidden"][:4], rows_of(IDS[:4], 0.5)["hidden"])
         assert torch.equal(read.rows["hidden"][4:], rows_of(IDS[4:])["hidden"])
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
+        store.trust_others()
         assert store.find(IDS, stamps[:1]).tolist() == [1] * NUM
 
 
@@ -291,3 +295,55 @@ def used_at(folder: Path, **seconds: int) -> None:
     for one in folder.glob("rows-*"):
         at = seconds[made_from(one)["data"]]
         os.utime(one / "about.json", (at, at))
+
+
+def test_a_set_of_few_rows_is_made_anew_where_there_is_room_by_now(folder: Path) -> None:
+    small = open_set(folder, sized() - 7 * LAYOUT.row_bytes)
+    assert small.store.num_rows <= NUM // 2
+    again = open_set(folder)
+    assert again.store.num_rows == small.store.num_rows  # It is in use.
+    again.close()
+    small.close()
+    again = open_set(folder)
+    assert again.store.num_rows == NUM
+    again.close()
+
+
+def test_files_that_are_not_ours_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    one = open_set(folder)
+    one.close()
+    (one.folder / "notes").write_text("mine")
+    (folder / "rows-file").write_text("mine")
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "about.json").write_text("mine")
+    (folder / "rows-link").symlink_to(other)
+    sets = RowSets(folder)
+    assert [facts.name for facts in sets.facts()] == [one.folder.name]
+    assert sets.remove(one.folder.name)
+    again = open_set(folder)
+    again.store.write(IDS, STAMP, rows_of(IDS))
+    again.close()
+    assert (one.folder / "notes").read_text() == (other / "about.json").read_text() == "mine"
+
+
+def test_descriptors_are_given_back_where_nobody_closes_a_set(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        open_set(folder)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_forked_process_does_not_keep_a_set_in_use(folder: Path) -> None:
+    one, (reading, writing) = open_set(folder), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reading, 1)  # It lives until the test is over.
+        os._exit(0)
+    one.close()
+    assert RowSets(folder).remove(one.folder.name)
+    os.write(writing, b"1")
+    os.waitpid(pid, 0)
+    os.close(reading)
+    os.close(writing)

@@ -6,7 +6,8 @@ import logging
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from autocache import RowSets
 from pipetransformer import attach
+from pipetransformer.feed import Samples as Samples_
 from tests.helpers.any_models import KINDS, NUM_SAMPLES, build, data, mean_loss, sgd
+from tests.helpers.feeds import leave_rows_unchecked
 from tests.pipetransformer.loop.test_cached_loop import Samples
 
 KIND = KINDS["gpt2_classifier"]
@@ -187,20 +191,28 @@ def cut(items: list[dict[str, Tensor]], most: int) -> dict[str, Tensor]:
     return {**batch, "input_ids": ids * mask, "attention_mask": mask}
 
 
+LIMIT = {"tokens": 8}
+
+
+def cut_at_limit(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return cut(items, LIMIT["tokens"])
+
+
+def test_another_collate_function_gets_rows_of_its_own(tmp_path: Path) -> None:
+    Run(tmp_path, collate=partial(cut, most=8))
+    assert Run(tmp_path, collate=partial(cut, most=8)).hits[0] == NUM_SAMPLES
+    assert Run(tmp_path, collate=partial(cut, most=9)).hits[0] == 0
+
+
 def test_a_collate_function_that_cuts_texts_elsewhere_gets_rows_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The samples that tell data sets apart are short: each row's own digest must tell.
     monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
 
-    def at_7(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return cut(items, 7)
-
-    def at_8(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return cut(items, 8)
-
-    Run(tmp_path, collate=at_8)
-    ours, plain = Run(tmp_path, collate=at_7), Run(None, collate=at_7)
+    Run(tmp_path, collate=cut_at_limit)
+    monkeypatch.setitem(LIMIT, "tokens", 7)  # What a function looks up outside is not told.
+    ours, plain = Run(tmp_path, collate=cut_at_limit), Run(None, collate=cut_at_limit)
     longer = int((texts().entries["attention_mask"].sum(1) > 7).sum())
     assert longer > 0 and ours.hits[0] == NUM_SAMPLES - longer
     assert_equal(ours, plain)
@@ -219,6 +231,78 @@ def test_a_changed_function_beneath_a_module_is_found_by_computing_rows_again(
     assert_equal(ours, Run(None))
 
 
+def halve(module: nn.Module, given: Any, answer: Any) -> Any:
+    return answer / 2
+
+
+def halve_by(share: float) -> Callable[..., Any]:
+    return lambda module, given, answer: answer * share
+
+
+@pytest.mark.parametrize("hook", [halve, halve_by(0.25)])
+def test_a_hook_on_a_frozen_module_is_part_of_what_rows_are_made_from(
+    hook: Callable[..., Any], tmp_path: Path
+) -> None:
+    def hooked() -> nn.Module:
+        model = build(KIND)
+        model.get_submodule("transformer.h.0.mlp").register_forward_hook(hook)
+        return model
+
+    Run(tmp_path)
+    first, plain = Run(tmp_path, model=hooked()), Run(None, model=hooked())
+    assert first.hits == [0, NUM_SAMPLES]
+    assert Run(tmp_path, model=hooked()).hits[0] == NUM_SAMPLES
+    assert_equal(first, plain)
+
+
+def test_two_runs_at_once_that_compute_otherwise_read_no_row_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both begin with an empty set, so that there is nothing to compare with at first.
+    whole, share = F.layer_norm, 1.0
+
+    def scaled(*args: Any, **kwargs: Any) -> Tensor:
+        return whole(*args, **kwargs) * share
+
+    def losses(folder: Path | None, loops: list[float]) -> list[list[float]]:
+        nonlocal share
+        runs = [steps(folder) for _ in loops]
+        found: list[list[float]] = [[] for _ in loops]
+        for _ in range(6):
+            for one, own, factor in zip(runs, found, loops, strict=True):
+                share = factor
+                own.append(next(one))
+        return found
+
+    monkeypatch.setattr(F, "layer_norm", scaled)
+    assert losses(tmp_path, [1.0, 1.5]) == losses(None, [1.0, 1.5])
+
+
+def steps(folder: Path | None) -> Iterator[float]:
+    """Take steps in an order of its own: whoever comes first to a sample writes its row."""
+    model = build(KIND)
+    kept = {"cache_folder": folder, "cache_keep": True} if folder else {}
+    loader: DataLoader[Any] = DataLoader(texts(), batch_size=4, shuffle=True)
+    with attach(model, freeze=DEPTH, prefix_chunk=CHUNK, **kept) as cached:
+        for epoch in range(2):
+            torch.manual_seed(epoch)
+            for batch in cached.epoch(loader):
+                yield mean_loss(KIND, model, batch).item()
+
+
+def test_edited_layers_leave_one_set_behind_however_often_they_are_edited(tmp_path: Path) -> None:
+    model = build(KIND)
+    loader: DataLoader[Any] = DataLoader(texts(), batch_size=4)
+    with attach(
+        model, freeze=DEPTH, cache_folder=tmp_path, cache_keep=True, prefix_chunk=CHUNK
+    ) as cached:
+        for _ in range(3):
+            for batch in cached.epoch(loader):
+                mean_loss(KIND, model, batch)
+                one_weight(model)
+    assert len(RowSets(tmp_path).facts()) == 2
+
+
 def table(texts: Samples, **columns: Any) -> Any:
     entries = {name: tensor.tolist() for name, tensor in texts.entries.items()}
     return datasets.Dataset.from_dict({**entries, **columns}).with_format("torch")
@@ -227,30 +311,37 @@ def table(texts: Samples, **columns: Any) -> Any:
 def test_a_table_is_known_by_its_fingerprint_and_its_samples_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autocache.sample_checks._DENSE_CHECKS", 1 << 30)
-    monkeypatch.setattr("autocache.sample_checks._SPARSE_CHECKS", 1 << 30)
-    reads: list[int] = []
+    leave_rows_unchecked(monkeypatch)
+    words = table(texts())
+    Run(tmp_path, dataset=words)
+    reads: list[list[int]] = []
+    read = Samples_.read
 
-    def fetch(place: int) -> None:
-        reads.append(place)
+    def noted(self: Any, ids: Any, *, view: int) -> Any:
+        reads.append(list(ids))
+        return read(self, ids, view=view)
 
-    def count(batch: dict[str, Any]) -> dict[str, Any]:
-        fetch(len(batch["labels"]))
-        return {name: [torch.tensor(one) for one in column] for name, column in batch.items()}
+    monkeypatch.setattr(Samples_, "read", noted)
+    attach_only(tmp_path, words)
+    looked = len(reads)
+    assert Run(tmp_path, dataset=words).hits == [NUM_SAMPLES, NUM_SAMPLES]
+    assert len(reads) == 2 * looked  # Both have looked at the data, and read no more.
 
-    words = datasets.Dataset.from_dict(
-        {name: tensor.tolist() for name, tensor in texts().entries.items()}
-    )
-    counted = words.with_transform(count)
-    counted._fingerprint = "as the last run's"
-    Run(tmp_path, dataset=counted)
-    before = sum(reads)
-    ours = Run(tmp_path, dataset=counted)
-    assert ours.hits == [NUM_SAMPLES, NUM_SAMPLES]
-    first = sum(reads) - before
-    before = sum(reads)
-    attach_only(tmp_path, counted)
-    assert first == sum(reads) - before  # All were read to look at the model and the data.
+
+def test_a_table_with_a_transform_is_compared_with_its_rows(tmp_path: Path) -> None:
+    def run(added: int) -> Run:
+        def cut(batch: dict[str, Any]) -> dict[str, Any]:
+            ids = [torch.tensor(one) for one in batch["input_ids"]]
+            ids[0][1] += added * int(ids[0][0] == texts().entries["input_ids"][4][0])
+            return {**{n: [*map(torch.tensor, c)] for n, c in batch.items()}, "input_ids": ids}
+
+        words = table(texts()).with_transform(cut)
+        words._fingerprint = "the same"
+        return Run(tmp_path, dataset=words)
+
+    run(0)
+    assert run(0).hits[0] == NUM_SAMPLES
+    assert run(1).hits[0] < NUM_SAMPLES
 
 
 def attach_only(folder: Path, dataset: Any) -> None:
@@ -274,7 +365,7 @@ def test_a_table_with_another_label_has_rows_of_its_own(tmp_path: Path) -> None:
 def test_data_under_a_name_of_the_users_are_not_read_to_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autocache.sample_checks._DENSE_CHECKS", 1 << 30)
+    leave_rows_unchecked(monkeypatch)
     items = [{name: tensor[i] for name, tensor in texts().entries.items()} for i in range(10)]
     named = {"dataset": items, "cache_fingerprint": "words-v1"}
     Run(tmp_path, **named)
