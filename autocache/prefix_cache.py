@@ -285,8 +285,7 @@ class _Fetch:
                 changed |= content.changed(samples.ids, read.rows)
             self._forget_rows(changed.nonzero().flatten())
             if samples.found.any():
-                hidden = read.rows[HIDDEN]
-                read.rows[HIDDEN] = hidden.to(content.computed_dtype or hidden.dtype)
+                read.rows[HIDDEN] = content.restored(read.rows[HIDDEN])
                 self._entries, self._digests = read.rows, read.rows.pop(DIGEST, NOTHING[0])
 
     def load_samples(self, load: Load, reads: int) -> None:
@@ -334,10 +333,13 @@ class _Fetch:
             chosen = one_each(positions, len(ids), inverse)
             fresh = self._run(ids, chosen, first, last)
             if last == depth:
-                fresh[HIDDEN] = self.content.rounded(fresh[HIDDEN])
+                hidden = fresh[HIDDEN]
+                stored = self.content.stored(hidden)
+                fresh[HIDDEN] = self.content.restored(stored, hidden.dtype)
                 also = self.checks.digests_of(samples, chosen, self._digests, self._loaded)
                 with self.stats.timed():
-                    self.rows.write(taken(row_ids, chosen), fresh, depth, also)
+                    rows = {**fresh, HIDDEN: stored}
+                    self.rows.write(taken(row_ids, chosen), rows, depth, also)
             place(self._entries, positions, fresh, inverse)
         self.stats.count(samples.found[: self.num], depth)
 

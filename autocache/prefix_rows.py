@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autocache.device_store import ActivationStore
 from autocache.prefix_chunks import NOTHING
-from autocache.row_content import HIDDEN, RowContent, own_lengths
+from autocache.row_content import RowContent, own_lengths
 from autocache.store import FurtherRows, RowRead
 
 _LOGGER = logging.getLogger(__name__)
@@ -71,19 +71,21 @@ class PrefixRows:
     def write(
         self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int, also: FurtherRows | None
     ) -> None:
-        """Write fresh rows where they fit the store; others are computed in every epoch."""
+        """Write fresh rows where they fit the store; others are computed in every epoch.
+
+        Args:
+            fresh: entries by name, "hidden" as a row stores it.
+        """
         if self._store is None or bool((row_ids >= self.num_rows).all()):
             return
         lengths, positions = self._content.lengths(fresh), self._content.positions
-        hidden = fresh[HIDDEN]
-        rows = {**fresh, HIDDEN: hidden.to(self._content.dtype or hidden.dtype)}
         if positions is not None:
             # A sample longer than a row gets an id without a row.
             fits = own_lengths(fresh[positions.mask]) <= positions.most
             row_ids = row_ids.where(fits, self.num_rows)
-            rows = positions.bring(rows, positions.most)
-        if self._fit(rows):
-            self._store.write(row_ids, self._stamps[depth - 1], rows, lengths, also=also)
+            fresh = positions.bring(fresh, positions.most)
+        if self._fit(fresh):
+            self._store.write(row_ids, self._stamps[depth - 1], fresh, lengths, also=also)
 
     def clear(self, row_ids: Tensor) -> None:
         """Make rows empty."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autocache.digests import add_entry
+from autocache.int8_tokens import packed, takes_tokens, unpacked
 from autocache.layout import RowField, RowLayout
 
 HIDDEN, DIGEST = "hidden", "digest"
@@ -90,7 +91,8 @@ class RowContent:
         keep: the dataset's entries that later stages need (attention mask, targets). Without a
             store, entries that the dataset does not give are left out.
         dtype: in which hidden states are stored; None as computed. With a smaller one samples have
-            rounded activations, the same in every epoch, stored or not. For floating point only.
+            rounded activations, the same in every epoch, stored or not. For floating point only;
+            int8 has one scale a token, see `int8_tokens`.
         padding_mask: a kept entry, (S,) a sample, whose zeros at the end mark (S, ...) hidden
             states that nothing depends on: they are not stored, and read as zeros. Hidden states
             of other dimensions all count.
@@ -129,13 +131,20 @@ class RowContent:
             batch_of_one: the dataset's entries of one sample, (1, ...) each.
             hidden_of_one: (1, ...) hidden states, in the dtype the layers compute.
         Raises:
-            ValueError: an entry to keep is not in the batch.
+            ValueError: an entry to keep is not in the batch, or the dtype is int8 and there are no
+                tokens.
         """
         check_kept(batch_of_one, self.keep)
+        if self.dtype is torch.int8 and not takes_tokens(hidden_of_one):
+            raise ValueError(
+                "int8 has one scale for each token of floating-point hidden states, and a sample "
+                f"has {hidden_of_one.dtype} of shape {tuple(hidden_of_one.shape[1:])}; store them "
+                "in bfloat16, or as they are computed"
+            )
         mask = self.padding_mask
         varies = mask is not None and by_position(hidden_of_one, batch_of_one[mask].shape[1])
-        dtype = self.dtype or hidden_of_one.dtype
-        hidden = RowField(HIDDEN, tuple(hidden_of_one.shape[1:]), dtype, varies)
+        stored = self.stored(hidden_of_one)
+        hidden = RowField(HIDDEN, tuple(stored.shape[1:]), stored.dtype, varies)
         kept = {name: batch_of_one[name] for name in self.keep}
         if self.checked:
             kept[DIGEST] = self.digests(batch_of_one)
@@ -146,11 +155,24 @@ class RowContent:
         """Return the (N,) hidden states of each sample that are stored; None for all."""
         return None if self.padding_mask is None else own_lengths(batch[self.padding_mask])
 
-    def rounded(self, hidden: Tensor) -> Tensor:
-        """Round as a row does, so that a sample is the same whether it hits or misses."""
-        if self.dtype is None or not hidden.is_floating_point():
-            return hidden
-        return hidden.to(self.dtype).to(hidden.dtype)
+    def stored(self, hidden: Tensor) -> Tensor:
+        """Return computed hidden states as a row holds them."""
+        if self.dtype is torch.int8:
+            return packed(hidden) if takes_tokens(hidden) else hidden
+        is_kept = self.dtype is None or not hidden.is_floating_point()
+        return hidden if is_kept else hidden.to(self.dtype)
+
+    def restored(self, stored: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return hidden states from what a row holds, in a dtype; None is the computed one.
+
+        A sample that misses gets what its row will give. It is rounded once: to round what a row
+        gives again may give other bits.
+        """
+        dtype = dtype or self.computed_dtype
+        is_whole = dtype is not None and not dtype.is_floating_point
+        if self.dtype is stored.dtype is torch.int8 and not is_whole:
+            stored = unpacked(stored)
+        return stored if dtype is None else stored.to(dtype)
 
     def digests(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return (N,) int64: a digest of all that the dataset gave for each of N samples.

@@ -313,6 +313,7 @@ class Trainer:
         change = self._elastic.decide_if_due(report.metrics, report.evaluated_at)
         if change is not None:
             self._log.change(change)
+            self._evaluator.tell_of_rounding(self._feed)
         return change
 
     def _train_batch(

@@ -223,9 +223,10 @@ class TrainConfig:
     """Your own name for the data and all that is done to a sample, such as "cifar10-224-v2". Rows
     that were kept under it are trusted: no sample is read for the sake of comparing, beyond
     `cache_check`. Change it whenever the data or the processing change."""
-    cache_dtype: Literal["bfloat16", "float16"] | None = None
-    """Stores activations in half the bytes; None stores them as they are computed. A sample then
-    has rounded activations in every epoch and evaluation, whether a row holds them or not."""
+    cache_dtype: Literal["bfloat16", "float16", "int8"] | None = None
+    """Stores activations in half of float32's bytes, or in a quarter, with one scale a token; None
+    stores them as they are computed. A sample then has rounded activations in every epoch and
+    evaluation, whether a row holds them or not. How that changes a batch's loss is logged once."""
     cache_views: Annotated[int | None, rules.COUNT] = None
     """Fixed views V of each sample of a training set that is augmented at random: epoch e reads
     view e modulo V. None takes a new view in each epoch, which is not cached."""

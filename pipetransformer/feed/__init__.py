@@ -13,6 +13,7 @@ from pipetransformer.feed.coming_batches import ComingBatches, ComingStep
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.held_targets import HeldTargets
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
+from pipetransformer.feed.rounding import tell_of_loss, tell_of_outputs
 from pipetransformer.feed.sample_feed import Rows, SampleFeed, first_samples, samples_of
 from pipetransformer.feed.samples import (
     SampleError,
@@ -31,4 +32,5 @@ __all__ = [
     "FrozenPrefix", "HeldTargets", "Position", "Request", "Rows", "SampleError", "SampleFeed",
     "Samples", "SizedDataset", "Timeline", "check_dataset", "find_changed", "first_samples",
     "own_random_numbers", "part_of", "read_lengths", "samples_of", "seed_plainly", "seed_torch",
+    "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

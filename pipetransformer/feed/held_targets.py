@@ -47,9 +47,10 @@ class HeldTargets:
 
     def knows(self) -> bool:
         """Tell whether there is such a place; some samples are read to compare."""
-        ids = self._samples.spread(_MOST_COMPARED)
-        self.compare(torch.tensor(ids), self._samples.probe(ids))
-        return bool(self._held(torch.tensor(ids)))
+        ids = torch.tensor(self._samples.spread(_MOST_COMPARED))
+        for one in ids.split(1):  # Together they may have unequal shapes.
+            self.compare(one, self._samples.probe(one.tolist()))
+        return bool(self._held(ids))
 
     def changed(self, ids: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """Return (B,) bool: whose targets differ from those kept, (B, ...) each by name."""

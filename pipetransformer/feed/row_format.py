@@ -125,7 +125,8 @@ class RowFormat:
     def _find(self) -> list[Any] | None:
         """Run one sample through the prefix; return plain values that describe its row.
 
-        None, with the trouble noted, where lengths differ and are not the hidden states'.
+        None, with the trouble noted, where lengths differ and are not the hidden states', or
+        these cannot be stored.
         """
         batch, positions = self._samples.probe([0]), self._positions
         if positions is not None:
@@ -147,7 +148,11 @@ class RowFormat:
                 "chunk: a cached run equals an uncached one to rounding, not bit by bit"
             )
         content = self._describe(self._kept_of(batch), hidden.dtype)
-        layout = content.layout(batch, hidden[:1])
+        try:
+            layout = content.layout(batch, hidden[:1])
+        except ValueError as error:  # No tokens, which int8 needs.
+            self._trouble = f"cache_dtype={self._task.config.cache_dtype!r}: {error}"
+            return None
         fields = [[f.name, list(f.shape), _spell(f.dtype), f.varies] for f in layout.fields]
         spread = None
         if positions is not None:

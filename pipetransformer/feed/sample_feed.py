@@ -210,6 +210,21 @@ class SampleFeed:
             self.take_stats,
         )
 
+    def computed_rows(self, ids: Tensor, *, rounded: bool) -> Batch:
+        """Compute rows of samples, rounded to `cache_dtype` or not; none are read or stored."""
+        content = self._rows.unstored_content()
+        cache = PrefixCache(
+            self.prefix.run_layers,
+            chunk_size=self._chunk_size,
+            store=None,
+            stamps=self.prefix.stamps,
+            device=self._world.device,
+            content=content if rounded else replace(content, dtype=None),
+        )
+        return cache.fetch(
+            ids, lambda wanted: self.samples.probe(wanted.tolist()), depth=self.prefix.depth
+        )
+
     def follow_prefix(self) -> None:
         """Serve the prefix's depth from now on. Collective."""
         prefix = self.prefix

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import final
 
 from torch import Tensor
 
+from autocache import CacheStats
 from autodp import gather_json
 from pipetransformer.feed import (
     FrozenPrefix,
+    Rows,
     SampleFeed,
     SizedDataset,
     Timeline,
     check_dataset,
     samples_of,
+    tell_of_loss,
 )
 from pipetransformer.model import Task
 from pipetransformer.processes import World
@@ -53,6 +57,7 @@ class Evaluator:
         self.dataset = dataset
         self._task, self._world, self._prefix = task, world, prefix
         self._stage, self._timeline = stage, timeline
+        self._has_told_of_rounding = False
         self.feed = None if dataset is None else self._feed_of(dataset, keeps=1)
 
     def choose(self, dataset: SizedDataset | None) -> SizedDataset:
@@ -81,6 +86,28 @@ class Evaluator:
         first = samples_of(self._task, dataset, needs_targets=False, evaluates=True).probe([0])
         return self._predict(dataset, names if first.keys() >= set(names) else ())
 
+    def tell_of_rounding(self, feed: SampleFeed) -> None:
+        """Log what `cache_dtype` changes of the first batch's loss, once. Collective.
+
+        Args:
+            feed: of the training set.
+        """
+        config = self._task.config
+        if self._has_told_of_rounding or not feed.prefix.depth or not config.cache:
+            return
+        self._has_told_of_rounding = True
+        if config.cache_dtype is None:
+            return
+        losses = []
+        for is_rounded in (False, True):
+            fetch = partial(feed.computed_rows, rounded=is_rounded)
+            rows = Rows(fetch, look=fetch, read_ahead=lambda _: None, take_stats=CacheStats)
+            own = Results(has_metrics=False)
+            self._stage().evaluate(min(config.global_batch_size, len(feed.dataset)), rows, own)
+            losses.append(self._means(own)["loss"])
+        if self._world.is_main:
+            tell_of_loss(config.cache_dtype, *losses)
+
     def close(self) -> None:
         """Unmap the cache."""
         if self.feed is not None:
@@ -101,7 +128,7 @@ class Evaluator:
         self, dataset: SizedDataset, targets: tuple[str, ...], kept: KeptOutputs | None = None
     ) -> dict[str, float]:
         """Return the means over a data set, NaN for those of nothing; add outputs to `kept`."""
-        own, joined = Results(kept=kept), Results()
+        own = Results(kept=kept)
         feed, is_last = self.feed, self._timeline.is_over
         is_whole = targets == self._task.model.targets
         if feed is None or feed.dataset is not dataset or not is_whole:
@@ -114,6 +141,11 @@ class Evaluator:
         self._prefix.compare_values_next()
         if feed is not self.feed:
             feed.close()
+        return self._means(own)
+
+    def _means(self, own: Results) -> dict[str, float]:
+        """Return the means of all ranks' results. Collective."""
+        joined = Results()
         for totals in gather_json(own.read(), group=self._world.group):
             for name, (total, count) in totals.items():
                 joined.add(name, total, count)

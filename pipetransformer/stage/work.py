@@ -56,10 +56,12 @@ class Results:
     Args:
         totals: [sum, count] of the loss and of each metric; tensors stay on their device.
         kept: its outputs and targets; None where only totals are asked for.
+        has_metrics: whether metrics are asked for, beside the loss.
     """
 
     totals: dict[str, list[Tensor | float]] = field(default_factory=dict)
     kept: KeptOutputs | None = None
+    has_metrics: bool = True
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         before = self.totals.get(name, [0.0, 0.0])
@@ -338,7 +340,8 @@ class EvaluationWork(LayerWork):
         if len(targets) < len(names):
             del self._entries[micro_batch]
             return
-        target, metrics = self.target(micro_batch), task.config.metrics
+        target = self.target(micro_batch)
+        metrics = task.config.metrics if self._results.has_metrics else {}
         if metrics is None:
             metrics = default_metrics(output, target, ignore_index=task.loss_fn.ignore_index)
         for name, metric in metrics.items():

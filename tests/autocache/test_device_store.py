@@ -153,8 +153,9 @@ WITH_LENGTHS = Positions("mask", (HIDDEN, "pixels", "mask"), most=NUM_TOKENS)
         RowContent(KEEP),
         RowContent(KEEP, dtype=torch.bfloat16, computed_dtype=torch.float32),
         RowContent(KEEP, padding_mask="mask", positions=WITH_LENGTHS),
+        RowContent(KEEP, torch.int8, torch.float32, padding_mask="mask", positions=WITH_LENGTHS),
     ],
-    ids=["as computed", "rounded", "unequal lengths"],
+    ids=["as computed", "rounded", "unequal lengths", "int8 of unequal lengths"],
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_fetches_through_freezes_and_thaws_are_those_of_a_store_in_host_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -213,16 +214,46 @@ def train_rounding(
     return found, trainer.report.cache_hits
 
 
-def test_rounding_does_not_depend_on_whether_rows_are_kept() -> None:
+def of_tokens() -> nn.Module:
+    """Build the tiny model for four tokens a sample."""
+    model = tiny_model()
+    head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 8, 3)).double()
+    return nn.Sequential(*model[:-1], head)
+
+
+def tokens() -> TensorDataset:
+    x, y = tiny_data().tensors
+    return TensorDataset(x[:, None] * torch.arange(1.0, 5.0)[:, None].double(), y)
+
+
+@pytest.mark.parametrize(
+    ("build", "make", "dtype"),
+    [(tiny_model, tiny_data, "float16"), (of_tokens, tokens, "int8")],
+)
+def test_rounding_does_not_depend_on_whether_rows_are_kept(
+    build: Callable[[], nn.Module], make: Callable[[], TensorDataset], dtype: str
+) -> None:
     # How fast a disk read decided what was rounded, so that clocks changed what was learned.
+    torch.manual_seed(0)
+    model, data = build(), make()
     with measuring(never):
-        kept, num_hits = train_rounding(tiny_model(), tiny_data(), cache_dtype="float16")
-        exact, _ = train_rounding(tiny_model(), tiny_data())
+        kept, num_hits = train_rounding(deepcopy(model), data, cache_dtype=dtype)
+        exact, _ = train_rounding(deepcopy(model), data)
     with measuring(slowly):
-        computed, no_hits = train_rounding(tiny_model(), tiny_data(), cache_dtype="float16")
+        computed, no_hits = train_rounding(deepcopy(model), data, cache_dtype=dtype)
     assert num_hits > 0 == no_hits
     assert kept == pytest.approx(computed, rel=1e-12)
     assert kept != pytest.approx(exact, rel=1e-6)
+
+
+def test_int8_is_refused_with_a_warning_where_a_sample_has_no_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with measuring(never):
+        refused, num_hits = train_rounding(tiny_model(), tiny_data(), cache_dtype="int8")
+    assert num_hits == 0
+    assert refused == train_rounding(tiny_model(), tiny_data(), cache=False)[0]
+    assert "cache_dtype='int8': int8 has one scale for each token" in caplog.text
 
 
 def test_tokens_that_a_frozen_layer_hands_on_are_not_rounded() -> None:

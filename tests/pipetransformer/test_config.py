@@ -68,7 +68,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("ignore", None),
     "cache_device": ("gpu", "cuda:0", None),
     "cache_check": ("some", None, True),
-    "cache_dtype": ("bf16", "float32", 16),
+    "cache_dtype": ("bf16", "float32", "int4", 16),
     "tied_weights": ("tie", None, True),
     "precision": ("fp32", "bfloat16", "", 16, torch.bfloat16),
     "compile_backend": (None, 3),
