@@ -2,8 +2,14 @@
 
 All that training with `Trainer` and pipelines in one process take is here. Beside it are
 `pipetransformer.hf`, transformers' Trainer. For loops of your own there are `attach`, which
-freezes and caches, and `freeze`.
+freezes and caches, and `freeze`; for others' trainers `FreezeCallback` (transformers, TRL) and
+`LightningFreezeCallback`.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from autopipe import balance, skip
 from autopipe.engine import is_checkpointing, is_recomputing
@@ -55,20 +61,34 @@ from pipetransformer.report import Callback, FitReport, TensorBoard
 from pipetransformer.stage import EvalPrediction, PredictionOutput, StepResult
 from pipetransformer.trainer import Trainer
 
+if TYPE_CHECKING:
+    from pipetransformer.loop import FreezeCallback as FreezeCallback
+    from pipetransformer.loop import LightningFreezeCallback as LightningFreezeCallback
+
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "CachedLoop", "Callback", "CallbackError", "Change",
-    "CorruptCheckpointError",
-    "Decision", "EvalPrediction", "FitReport", "FreezeContext", "FreezeDecision", "FreezeOut",
-    "FreezePolicy", "FreezeSchedule", "GPipe", "Guarded", "LayerStats", "LayeredModel", "Linear",
-    "Loss", "Measurements", "NeverFreeze", "NonFiniteError", "PaperRule", "PeerError",
-    "PipelinePlan", "PlanRequest", "PlanSituation", "Plasticity", "PolicyError",
-    "PredictionOutput", "Profile", "QuietUpdates", "Recorder", "Replay", "Ring", "Shadow", "Span",
-    "StashedPipeline", "StepResult", "Sublayer", "Summary", "TensorBoard", "Trace", "TrainConfig",
-    "Trainer", "Verification", "VerificationError", "WorkerFailedError", "adamw", "attach",
-    "balance",
-    "cosine_with_warmup", "fastest_plan", "flatten_sequential", "is_checkpointing",
-    "is_recomputing", "launch", "named_optimizer", "named_schedule", "polynomial_with_warmup",
-    "published_plan", "register_adapter", "restore_batch_norm", "skip",
+    "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeContext",
+    "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "GPipe", "Guarded",
+    "LayerStats", "LayeredModel", "Linear", "Loss", "Measurements", "NeverFreeze",
+    "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
+    "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
+    "Replay", "Ring", "Shadow", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",
+    "TensorBoard", "Trace", "TrainConfig", "Trainer", "Verification", "VerificationError",
+    "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup", "fastest_plan",
+    "flatten_sequential", "is_checkpointing", "is_recomputing", "launch", "named_optimizer",
+    "named_schedule", "polynomial_with_warmup", "published_plan", "register_adapter",
+    "restore_batch_norm", "skip",
 ]  # fmt: skip
+
+# Not in __all__: who imports all of it may lack a framework.
+_LAZY = ("FreezeCallback", "LightningFreezeCallback")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a callback only when asked: each needs its own framework."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("pipetransformer.loop"), name)
+
 
 __version__ = "0.1.0"

@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from freeze.advisor.advice import Advice
-from freeze.advisor.observer import Observer
+from freeze.advisor.observer import Observer, learning_rates
 
 if TYPE_CHECKING:
     from freeze.advisor.lightning_callback import LightningFreezeAdvisor
     from freeze.advisor.transformers_callback import FreezeAdvisor
 
-__all__ = ["Advice", "FreezeAdvisor", "LightningFreezeAdvisor", "Observer"]
+__all__ = ["Advice", "FreezeAdvisor", "LightningFreezeAdvisor", "Observer", "learning_rates"]
 
 _LAZY = {"FreezeAdvisor": "transformers_callback", "LightningFreezeAdvisor": "lightning_callback"}
 

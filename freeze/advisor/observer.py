@@ -49,7 +49,7 @@ class Observer:
 
     Args:
         policy: asked at each look, with relative updates as signal; `QuietUpdates()` by default.
-        every_steps: steps between two looks.
+        every_steps: steps between two looks; None looks behind each epoch.
         act: whether to freeze what the policy says.
         layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
     Raises:
@@ -61,11 +61,11 @@ class Observer:
         self,
         policy: FreezePolicy | PolicyFunction | None = None,
         *,
-        every_steps: int = 100,
+        every_steps: int | None = 100,
         act: bool = False,
         layers: Sequence[nn.Module] | None = None,
     ) -> None:
-        if every_steps < 1:
+        if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps is {every_steps}; give at least 1")
         if layers is not None and not layers:
             raise ValueError("layers is empty; give the model's blocks, or None to find them")
@@ -111,15 +111,33 @@ class Observer:
             self._times.close()  # A run that failed left its hooks.
             self._times = None
         self._scaler, self._scale = scaler, _scale_of(scaler)
-        self._blocks = list(self._given) if self._given is not None else find_layers(model)
+        self._blocks = self.blocks_of(model)
+        is_last_one, self._model = model is self._model, model
         # Also with nothing frozen, if the model is the last run's: then its frozen layers thaw.
-        if self.acts and (self._since or model is self._model):
-            apply(model, len(self._since), layers=self._blocks)
+        if self.acts and (self._since or is_last_one):
+            self.carry_out(len(self._since))
         if self._costs is None and not (self.acts and self._since):
             self._times = StepTimes(model, self._blocks)
-        self._model, self._max_steps, self._per_epoch = model, max_steps, steps_per_epoch
+        self.expect(max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         self._coming_rate = None
         self._begin_interval()
+
+    def expect(self, *, max_steps: int, steps_per_epoch: int) -> None:
+        """Note how long the training and an epoch are, where that is known better by now."""
+        self._max_steps, self._per_epoch = max_steps, steps_per_epoch
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the model's blocks, bottom first."""
+        return list(self._given) if self._given is not None else find_layers(model)
+
+    def carry_out(self, num_frozen: int) -> None:
+        """Freeze the bottom layers of the model that is watched."""
+        assert self._model is not None
+        apply(self._model, num_frozen, layers=self._blocks)
+
+    def agreed(self, num_frozen: int) -> int:
+        """Return what all processes freeze; this one's policy has said `num_frozen`."""
+        return num_frozen
 
     def end_update(self, *, skipped: bool = False) -> None:
         """Note the end of an optimizer's step; if `skipped`, no weight moved.
@@ -150,9 +168,14 @@ class Observer:
             self._times.end_step()
             if self._times.is_done:
                 self._stop_timing()
-        if step % self._every:
+        if step % (self._every or self._per_epoch):
             return None
-        look = self._look(step, learning_rate)
+        return self.look(step, learning_rate=learning_rate)
+
+    def look(self, step: int, *, learning_rate: float, epoch: int | None = None) -> Look:
+        """Ask the policy now, with `step` steps done; the epoch is that of the next step."""
+        epoch = step // self._per_epoch if epoch is None else epoch
+        look = self._look(step, learning_rate, epoch)
         self._looks.append(look)
         return look
 
@@ -201,17 +224,16 @@ class Observer:
             self._costs = StepCosts(costs["step_s"], **lists)
         self._looks = [Look(**{**one, "updates": tuple(one["updates"])}) for one in state["looks"]]
 
-    def _look(self, step: int, learning_rate: float) -> Look:
-        assert self._model is not None
+    def _look(self, step: int, learning_rate: float, epoch: int) -> Look:
         updates = self._updates()
         context = FreezeContext(
             step=step,
-            epoch=step // self._per_epoch,
+            epoch=epoch,
             max_steps=self._max_steps,
             steps_per_epoch=self._per_epoch,
             learning_rate=learning_rate,
             mean_learning_rate=statistics.fmean(self._rates) if self._rates else None,
-            peak_learning_rate=self._peak,
+            peak_learning_rate=max(self._peak, learning_rate),
             layers=tuple(
                 LayerStats(
                     f"layer {index}",
@@ -233,12 +255,13 @@ class Observer:
                 f"{self._policy.name} lets layers {decision.resting} rest, which an advisor does "
                 "not; give a policy that freezes the layers below"
             )
-        self._since = frozen_since(self._since, decision.num_frozen, step)
-        if self.acts and decision.num_frozen != context.num_frozen:
+        num_frozen = self.agreed(decision.num_frozen)
+        self._since = frozen_since(self._since, num_frozen, step)
+        if self.acts and num_frozen != context.num_frozen:
             self._stop_timing()
-            apply(self._model, decision.num_frozen, layers=self._blocks)
+            self.carry_out(num_frozen)
         self._begin_interval()
-        return Look(step, decision.num_frozen, updates, decision.reason)
+        return Look(step, num_frozen, updates, decision.reason)
 
     def _predicted_s(self, num_frozen: int) -> float:
         if self._costs is None:

@@ -152,7 +152,7 @@ class StepTimes:
             first.register_hook(partial(self._back_in_block, index))
         if self._trial is None or self._in_backward or not block.training:
             return
-        can_run = _can_run_apart(block)
+        can_run = _can_run_apart(block) and _are_plain((inputs, options))
         seconds = _frozen_forward_s(block, inputs, options, self._now) if can_run else math.nan
         self._trial[index] += seconds
 
@@ -245,6 +245,13 @@ def _can_run_apart(block: nn.Module) -> bool:
         for module in block.modules()
     )
     return whole and not compiled and not torch.compiler.is_compiling()
+
+
+def _are_plain(arguments: Any) -> bool:
+    """Tell whether a forward changes none of its arguments but tensors, which are copied."""
+    # A cache of keys and values, say, would be given the block's own a second time.
+    plain = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+    return all(isinstance(leaf, plain) for leaf in tree_leaves(arguments))
 
 
 @torch.no_grad()

@@ -1,10 +1,33 @@
 """Freeze a model's bottom blocks, and cache what they compute, in a training loop of one's own.
 
-cached_loop: which samples come, what freezes, where rows are
-given_batch: whether a forward is given the batch whose rows are at hand
-served_blocks: has the model's own forward start above its frozen blocks
+cached_loop: an own loop, epoch by epoch ──┬─► served_rows: the feed, and batches in their shape
+  └─► epoch_policy: asks a policy           │     ├─► loaders: have a loader give indices
+callbacks of transformers and Lightning     │     ├─► served_blocks: start above frozen blocks
+  └─► serving_observer: what they share ────┘     └─► given_batch: is it the batch that was given?
+freeze_choice: what may be said of freezing
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pipetransformer.loop.cached_loop import CachedLoop, attach
 
-__all__ = ["CachedLoop", "attach"]
+if TYPE_CHECKING:
+    from pipetransformer.loop.lightning_callback import LightningFreezeCallback
+    from pipetransformer.loop.transformers_callback import FreezeCallback
+
+__all__ = ["CachedLoop", "FreezeCallback", "LightningFreezeCallback", "attach"]
+
+_LAZY = {
+    "FreezeCallback": "transformers_callback",
+    "LightningFreezeCallback": "lightning_callback",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a callback only when asked: each needs its own framework."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"pipetransformer.loop.{_LAZY[name]}"), name)

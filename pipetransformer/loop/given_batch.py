@@ -1,4 +1,4 @@
-"""Tell whether a forward is given the batch whose rows are at hand, as it was yielded.
+"""Tell whether a forward is given a batch whose rows are at hand, as it was yielded.
 
 the loop                                     the forward
 takes a batch, and gives it                  may use its rows
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pipetransformer.model import forward_parameters, unwrapped
 
-_HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep")
-"""Arguments that change nothing below the last block."""
+_HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_head")
+"""Arguments that change nothing below the last block; the last one is TRL's."""
 
 _TELLS_APART = 256
 """Whole numbers up to this one are exact in all dtypes of images."""
@@ -35,7 +35,8 @@ def marks() -> Iterator[int]:
 
 def unread(example: Tensor, num: int, mark: int) -> Tensor:
     """Return what stands for entries of samples that were not read, (num, ...)."""
-    one = torch.full_like(example[:1], torch.nan)
+    # Images may lie with their channels last.
+    one = torch.full_like(example[:1], torch.nan, memory_format=torch.contiguous_format)
     one.view(-1)[0] = mark
     return one.expand(num, *one.shape[1:])
 
@@ -46,15 +47,22 @@ class GivenBatch:
     """Hold a batch's inputs as they were yielded, and its rows.
 
     Args:
+        ids: (B,) int64, the samples; `epoch` is that in which they were asked for.
+        depth: number of blocks that the rows have passed; 0 without rows.
         inputs: by the names of the model's arguments; not those that the loop has, which it may
             change in place.
         not_read: names of those that are not read, and the number in their first place.
-        rows: what the last frozen block returns, (B, ...).
+        rows: what the last frozen block returns, (B, ...); None at depth 0.
+        read: by the names of `not_read`, once they are read after all: at depth 0.
     """
 
+    ids: Tensor
+    epoch: int
+    depth: int
     inputs: Mapping[str, Tensor]
     not_read: Mapping[str, int]
-    rows: Tensor
+    rows: Tensor | None
+    read: Mapping[str, Tensor] = field(default_factory=dict)
 
     def is_in(self, given: Mapping[str, Any]) -> bool:
         """Tell whether a forward's arguments are these inputs, and no others."""
@@ -75,6 +83,19 @@ class GivenBatch:
         if value.is_floating_point() != own.is_floating_point():
             return False
         return torch.equal(value, own.to(value.device, value.dtype))
+
+    def filled_in(
+        self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a forward's arguments with what is read by now in its place."""
+        places, own = list(args), dict(kwargs)
+        for name, value in self.read.items():
+            if name in own:
+                own[name] = value.to(own[name].device, own[name].dtype)
+            else:
+                place = forward_parameters(model).index(name)
+                places[place] = value.to(places[place].device, places[place].dtype)
+        return tuple(places), own
 
 
 def _ends(value: Tensor) -> tuple[Tensor, Tensor]:

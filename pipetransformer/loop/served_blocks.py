@@ -4,6 +4,9 @@
     with rows             hands on           returns the rows     runs
     without               runs               runs                 runs
 
+A loop may take some batches before it runs them: rows are known for the last few that were given.
+Where the depth has changed since, they are fetched anew.
+
 Only `forward` of the frozen blocks is replaced, on the objects. So hooks, wrappers such as DDP,
 and the rest of the model are called as ever. A hook on the model looks at what each forward is
 given. Copies and pickles of the model run from its start.
@@ -12,7 +15,8 @@ given. Copies and pickles of the model run from its start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +35,22 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class ServedBlocks:
-    """Replace what a row's frozen blocks compute by rows, while there are some."""
+    """Replace what a row's frozen blocks compute by rows, while there are some.
 
-    def __init__(self, prefix: FrozenPrefix) -> None:
-        self._prefix, self._task = prefix, prefix.task
+    Args:
+        fetch_anew: returns a batch with its rows at the present depth.
+    """
+
+    def __init__(
+        self, prefix: FrozenPrefix, fetch_anew: Callable[[GivenBatch], GivenBatch]
+    ) -> None:
+        self._prefix, self._task, self._fetch_anew = prefix, prefix.task, fetch_anew
         self._row, self._depth = row_of(self._task.model), 0
-        self._batch: GivenBatch | None = None
+        self._given: deque[GivenBatch] = deque(maxlen=1)
         # Rows that this forward may use: known from its start to its end.
         self._rows: Tensor | None = None
-        self._not_read: Mapping[str, int] = {}
+        # Also of batches that are gone: the loop may have kept them.
+        self._not_read: set[str] = set()
         self._replaced: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, Tensor] = {}
@@ -57,13 +68,13 @@ class ServedBlocks:
             own = vars(block).get("forward")
             block.forward = _Forward(block, own, partial(self._forward, index, block.forward))
             self._replaced.append(block)
-        if depth:
-            model = self._task.model
-            self._frozen = {
-                name: model.tensor(name)
-                for name, index in model.owners.items()
-                if model.sublayers[index].layer < depth
-            }
+        model = self._task.model
+        self._frozen = {
+            name: model.tensor(name)
+            for name, index in model.owners.items()
+            if model.sublayers[index].layer < depth
+        }
+        if depth or self._given:
             begin, end = _Hook(self._begin), _Hook(self._end)
             whole = model.model
             self._adapters = adapters_in_use(whole)
@@ -84,34 +95,50 @@ class ServedBlocks:
                 block.forward = replacement.own
         self._handles.clear()
         self._replaced.clear()
-        self._batch = self._rows = None
+        self._rows = None
+
+    def serve(self, batch: GivenBatch) -> None:
+        """Let forwards of this batch use its rows, until some others were given."""
+        self._given.append(batch)
+        self._not_read |= batch.not_read.keys()
 
     @contextmanager
     def serving(self, batch: GivenBatch) -> Iterator[None]:
-        """Let forwards of this batch use its rows within the block."""
-        self._batch = batch
-        # Also after the block: the loop may have kept the batch.
-        self._not_read = {**self._not_read, **batch.not_read}
+        """Let forwards within the block use this batch's rows alone."""
+        others, self._given = self._given, deque([batch])
         try:
             yield
         finally:
-            if self._batch is batch:
-                self._batch = None
+            self._given = others
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def serve_none(self, *, num_known: int = 1) -> None:
+        """Forget the batches that were given; of the next ones, know so many."""
+        self._given = deque(maxlen=num_known)
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._rows = None
+        if not self._depth and not self._not_read:
+            return None  # Nothing was left out yet, and nothing is now.
         given = inputs_of(model, self._task.model.targets, args, kwargs)
-        if self._batch is not None and self._batch.is_in(given) and self._is_as_it_was():
+        place = next((i for i, one in enumerate(self._given) if one.is_in(given)), None)
+        if place is not None and self._is_as_it_was():
             self._refuse_thawed()
-            self._rows = self._batch.rows
-            return
+            if self._given[place].depth != self._depth:
+                self._given[place] = self._fetch_anew(self._given[place])
+            batch = self._given[place]
+            self._rows = batch.rows
+            return batch.filled_in(model, args, kwargs) if batch.read else None
         refuse_unread(given, self._not_read)
-        if self._batch is not None and not self._has_told:
+        # An evaluation is given other batches, as it should.
+        if self._depth and self._given and model.training and not self._has_told:
             self._has_told = True
             _LOGGER.warning(
-                "within an epoch the model is given other inputs than the batch that `epoch` gave "
-                "last, or is changed itself: it computes all blocks for them"
+                "within an epoch the model is given other inputs than the batch that the loader "
+                "gave last, or is changed itself: it computes all blocks for them"
             )
+        return None
 
     def _end(self, *_: object) -> None:
         self._rows = None
@@ -180,11 +207,11 @@ class _Forward:
 class _Hook:
     """Be a hook on the model. On a copy or a pickle of it, it does nothing."""
 
-    call: Callable[..., None]
+    call: Callable[..., Any]
 
     @torch._dynamo.disable
-    def __call__(self, *given: Any) -> None:
-        self.call(*given)
+    def __call__(self, *given: Any) -> Any:
+        return self.call(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (_ignore,)

@@ -74,6 +74,7 @@ def present(
     loss_fn: LossFunction | None = None,
     *,
     unties: bool = False,
+    keeps_to_labels: bool = False,
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -81,6 +82,7 @@ def present(
         batch: two samples or more; (N, ...) each, in host memory.
         loss_fn: the user's own; else the model's is looked for.
         unties: whether the head gets copies of the tensors that it shares with the embedding.
+        keeps_to_labels: whether the loss reads no position that its label leaves out.
     Raises:
         ValueError: its forward fails, or has no row of blocks.
     """
@@ -107,7 +109,8 @@ def present(
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
     is_by_token = mask is not None and answer[:2] == given["input_ids"].shape and len(answer) > 2
-    mask = mask if len(targets) == 1 and not (loss is None and is_by_token) else None
+    is_known = keeps_to_labels or loss is not None or not is_by_token
+    mask = mask if len(targets) == 1 and is_known else None
     row = own.row
     refuse_lost_checkpointing(model, row.blocks)
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))

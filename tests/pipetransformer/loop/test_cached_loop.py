@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,31 @@ def test_a_sample_that_hits_is_not_read_but_its_label_is(
     assert torch.equal(torch.cat([y for _, y in batches]), dataset.tensors[1])
     # Nothing above the frozen blocks reads images: whoever else does must notice.
     assert batches[0][0][:, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("added", [0, 1])
+def test_items_of_a_table_that_hit_are_not_read_if_its_column_holds_their_labels(
+    vision: tuple[nn.Module, CachedLoop], added: int
+) -> None:
+    _, cached = vision
+    entries, reads = data(KINDS["eva"]).tensors, []
+
+    def images(batch: dict[str, Any]) -> dict[str, Any]:
+        reads.extend(batch["place"])
+        found = [entries["x"][place] for place in batch["place"]]
+        return {"x": found, "y": [(label + added) % 3 for label in batch["y"]]}
+
+    columns = {"place": [*range(NUM_SAMPLES)], "y": entries["y"].tolist()}
+    dataset: Any = datasets.Dataset.from_dict(columns).with_transform(images)
+    loader = DataLoader(dataset, batch_size=5)
+    epochs(cached, loader, 1)
+    reads.clear()
+    batches = epochs(cached, loader, 1)
+    assert cached.stats.hits == NUM_SAMPLES
+    # Some that hit are read as they are due to be checked; all are where labels are made anew.
+    assert len(reads) == NUM_SAMPLES if added else len(reads) < NUM_SAMPLES // 2
+    labels = torch.cat([batch["y"] for batch in batches])
+    assert torch.equal(labels, (entries["y"] + added) % 3)
 
 
 def test_an_edited_sample_is_computed_anew(vision: tuple[nn.Module, CachedLoop]) -> None:

@@ -387,13 +387,34 @@ def test_a_data_set_that_has_grown_is_refused() -> None:
             next(cached.epoch(loader))
 
 
-def test_a_loader_that_iterates_in_its_own_way_is_refused(loop: Loop) -> None:
-    class Own(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return reversed(list(super().__iter__()))
+def test_an_evaluation_within_an_epoch_is_no_reason_to_warn(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        for batch in loop.cached.epoch(loop.loader):
+            loop.step(batch)
+            loop.model.eval()
+            loop.loss(loop.others(3))
+            loop.model.train()
+    assert "given other inputs" not in caplog.text
+    for _ in loop.cached.epoch(loop.loader):
+        loop.loss(loop.others(3))
+    assert "given other inputs" in caplog.text
 
-    with pytest.raises(TypeError, match="an? Own iterates in its own way"):
-        next(loop.cached.epoch(Own(loop.loader.dataset, batch_size=5)))
+
+def adds_losses_up(loop: Loop) -> None:
+    for _ in range(3):
+        torch.stack([loop.loss(b) for b in loop.cached.epoch(loop.loader)]).sum().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [TEXTS, IMAGES], ids=["texts", "images"])
+def test_a_backward_may_come_long_after_its_batch(kind: Kind, tmp_path: Path) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Samples(dict(data(kind).tensors)), batch_size=2, shuffle=True)
+
+    assert_equal(adds_losses_up, kind, tmp_path, make)
 
 
 def mask_what_is_padded(items: list[dict[str, Any]]) -> dict[str, Tensor]:

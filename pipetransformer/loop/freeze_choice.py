@@ -1,0 +1,42 @@
+"""Turn what a loop is told of freezing into a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from freeze import (
+    POLICY_HELP,
+    FreezePolicy,
+    FreezeSchedule,
+    PolicyFunction,
+    named_policy,
+)
+
+FreezeChoice: TypeAlias = int | Sequence[int] | str | FreezePolicy | PolicyFunction
+"""A number of blocks, one for each epoch, a policy's name, a policy, or a function."""
+
+
+def policy_of(freeze: FreezeChoice) -> FreezePolicy | PolicyFunction:
+    """Return the policy that was chosen, or a function that is one.
+
+    Raises:
+        ValueError: it is none of what may be chosen.
+    """
+    refusal = (
+        f"freeze is {freeze!r}; give a number of blocks, or one for each epoch, a policy, a "
+        f"function of a FreezeContext, or a policy's name: {POLICY_HELP}"
+    )
+    try:
+        if isinstance(freeze, str):
+            return named_policy(freeze)
+        if isinstance(freeze, FreezePolicy):
+            return freeze
+        if isinstance(freeze, (int, Sequence)):
+            numbers: list[Any] = [freeze] if isinstance(freeze, int) else [*freeze]
+            return FreezeSchedule(numbers)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{refusal} ({error})") from error
+    if isinstance(freeze, type) or not callable(freeze):
+        raise ValueError(refusal)
+    return freeze

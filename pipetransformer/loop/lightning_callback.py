@@ -1,0 +1,133 @@
+"""Freeze and cache within Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from freeze.advisor import LightningFreezeAdvisor, learning_rates
+from pipetransformer.loop.freeze_choice import FreezeChoice
+from pipetransformer.loop.loaders import base_of
+from pipetransformer.loop.serving_observer import ServingObserver
+
+_PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+"""Lightning's names of autocast, and ours."""
+
+
+@final
+class LightningFreezeCallback(ServingObserver, LightningFreezeAdvisor):
+    """Freeze a model's bottom blocks as a policy says, and have it start above them.
+
+        trainer = Trainer(..., callbacks=[LightningFreezeCallback(freeze=[0, 2, 4])])
+
+    Numbers are those of the same training with `cache=False`. A checkpoint holds what is frozen,
+    and the policy's state: a resumed training goes on with them. Rows are made anew.
+
+    Args:
+        freeze, every_steps, cache, layers, settings: see `ServingObserver`. The precision is the
+            trainer's.
+        model: the name of the part of the LightningModule that its steps give batches to; None
+            takes the only one with weights.
+    Raises:
+        ValueError: at the start: the training is one whose blocks cannot freeze, or whose model or
+            samples cannot be cached.
+    """
+
+    def __init__(
+        self,
+        freeze: FreezeChoice,
+        *,
+        every_steps: int | None = None,
+        cache: bool = True,
+        layers: Sequence[nn.Module] | None = None,
+        model: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(freeze, every_steps=every_steps, cache=cache, layers=layers, **settings)
+        self._name = model
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._before = torch.get_rng_state()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _refuse_what_cannot_freeze(trainer)
+        model, loader = _part(pl_module, self._name), trainer.train_dataloader
+        # Lightning takes one batch ahead of a loader without a length.
+        precision = _PRECISIONS.get(trainer.precision)
+        self.begin_rows(model, loader, num_known=2, precision=precision)
+        super().on_train_start(trainer, pl_module)
+        if not self.advice.looks:
+            rate, _ = learning_rates(trainer.optimizers[0].param_groups)
+            self.look(trainer.global_step, learning_rate=rate)
+        self._begin_first_epoch(trainer, loader)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.take_over(trainer.train_dataloader)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.let_go()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.end_rows()
+        super().on_train_end(trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.end_rows()
+
+    def _begin_first_epoch(self, trainer: Any, loader: Any) -> None:
+        """Begin the epoch's iterator anew: Lightning has begun it before it calls any callback.
+
+        The loop's random numbers go on as if it had begun once.
+        """
+        base = base_of(loader)
+        # Without a length Lightning itself reads ahead.
+        own, reads_ahead = base.generator, base.num_workers > 0 or sized_len(loader) is None
+        if reads_ahead and (own is not None or base.persistent_workers):
+            return  # It has drawn batches already, so the first epoch is left as it is.
+        self.take_over(loader)
+        with ExitStack() as after:
+            if reads_ahead:
+                torch.set_rng_state(self._before)
+            else:
+                after.callback(torch.set_rng_state, torch.get_rng_state())
+            if own is not None:
+                after.callback(own.set_state, own.get_state())
+            iter(trainer.fit_loop._data_fetcher)
+
+
+def _part(module: nn.Module, name: str | None) -> nn.Module:
+    """Return the part of a LightningModule that is given batches."""
+    if name is not None:
+        return module.get_submodule(name)
+    parts = {name: one for name, one in module.named_children() if [*one.parameters()]}
+    if len(parts) != 1:
+        raise ValueError(
+            f"{type(module).__name__} has the parts {sorted(parts)} with weights; name the one "
+            "that its steps give batches to: LightningFreezeCallback(..., model='name')"
+        )
+    return next(iter(parts.values()))
+
+
+def _refuse_what_cannot_freeze(trainer: Any) -> None:
+    if trainer.world_size == 1:
+        return
+    wrapped = trainer.strategy.model
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise ValueError(
+            f"{type(trainer.strategy).__name__} may hold parts of each weight, so that blocks "
+            "cannot freeze, or run by themselves; use DDPStrategy(find_unused_parameters=True)"
+        )
+    if not wrapped.find_unused_parameters or wrapped.static_graph:
+        raise ValueError(
+            "DistributedDataParallel waits for the gradients of all weights that it has found, "
+            "also of those that freeze later: give strategy=DDPStrategy("
+            "find_unused_parameters=True), and no static_graph"
+        )

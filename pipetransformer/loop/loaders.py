@@ -1,0 +1,155 @@
+"""Have a loader begin an epoch that gives its samples' indices, collated by a function of ours.
+
+                   as it is                    while an epoch begins
+    data set       gives a sample              gives its index
+    batch sampler  draws batches as needed     draws all of the epoch's, and announces them
+    collate_fn     makes a batch of samples    makes a batch of indices
+    workers        read samples                none: the function knows how to read ahead
+
+An iterator keeps what its loader had when it began. So whatever the loader is, accelerate's or a
+subclass of torch's, it goes on in its own way, and the loop's random numbers are those it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from torch.utils.data import DataLoader
+
+_T = TypeVar("_T")
+
+_MOST_ROUNDS = 100
+"""How often an epoch may give each sample, on average."""
+
+
+def base_of(loader: Any) -> DataLoader[Any]:
+    """Return the torch DataLoader that reads for a loader: itself, or what accelerate wraps.
+
+    Raises:
+        TypeError: it is no DataLoader, or another process reads for it.
+        ValueError: it makes no batches.
+    """
+    base: Any = getattr(loader, "base_dataloader", loader)
+    if not isinstance(base, DataLoader):
+        raise TypeError(
+            f"a {type(loader).__name__} is no torch DataLoader; give the loader that the loop "
+            "takes its batches from"
+        )
+    if any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
+        raise TypeError(
+            "accelerate's DataLoaderDispatcher has rank 0 read for all ranks, which then do not "
+            "know their samples; set dispatch_batches=False"
+        )
+    if base.batch_sampler is None:
+        raise ValueError("the loader makes no batches (batch_size=None); give it a batch size")
+    return base
+
+
+@contextmanager
+def giving_indices(
+    base: DataLoader[Any],
+    announce: Callable[[Sequence[list[int]]], None],
+    make: Callable[[list[int]], Any],
+    *,
+    draws: bool,
+) -> Iterator[None]:
+    """Let iterations that begin within the block give `make` of each batch's indices.
+
+    Args:
+        announce: told all of an epoch's batches when its first one is drawn.
+        draws: whether an iteration draws a number for workers' seeds, as it did before.
+    """
+    swapped: dict[str, Any] = {
+        "dataset": _Indices(base.dataset),
+        "batch_sampler": _Announced(base, announce),
+        "collate_fn": make,
+        "num_workers": 0,
+        "timeout": 0,
+        "prefetch_factor": None,
+        "persistent_workers": False,
+        "_DataLoader__multiprocessing_context": None,
+    }
+    if not draws:
+        swapped["generator"] = torch.Generator()
+    # Not setattr: a loader refuses it, as its iterators would not notice. Here they should not.
+    own = vars(base)
+    kept = {name: own[name] for name in swapped}
+    own.update(swapped)
+    try:
+        yield
+    finally:
+        own.update(kept)
+
+
+class _InPlaceOf(Generic[_T]):
+    """Have the attributes of what it stands for: accelerate asks a sampler for many."""
+
+    def __init__(self, own: _T) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_own":  # Not there yet, where it is copied.
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def __len__(self) -> int:
+        return len(self._own)  # type: ignore[arg-type]
+
+
+@final
+class _Indices(_InPlaceOf[Any]):
+    """Give each sample's index in its place."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+@final
+class _Announced(_InPlaceOf[Any]):
+    """Draw all batches of an epoch at its first one."""
+
+    def __init__(
+        self, base: DataLoader[Any], announce: Callable[[Sequence[list[int]]], None]
+    ) -> None:
+        super().__init__(base.batch_sampler)
+        dataset: Any = base.dataset
+        self._most, self._announce = _MOST_ROUNDS * len(dataset), announce
+        self._reads_ahead = base.num_workers > 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Now: some samplers draw numbers here, others at their first batch.
+        return self._batches(iter(self._own))
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[list[int]]:
+        drawn: list[list[int]] = []
+        num = 0
+        for ids in islice(batches, self._num()):
+            drawn.append(list(ids))
+            num += len(ids)
+            if num > self._most:
+                raise ValueError(
+                    f"the loader's sampler gives each sample more than {_MOST_ROUNDS} times in "
+                    "an epoch, and seems to have no end; all of an epoch's indices are drawn at "
+                    "its start, so give it an end"
+                )
+        self._announce(drawn)
+        yield from drawn
+        yield from batches
+
+    def _num(self) -> int | None:
+        """Return how many batches are drawn at once; None for all there are."""
+        # A sampler may draw a number when there is no batch left, which a loop may never ask for.
+        # Workers do, as they read ahead.
+        if self._reads_ahead:
+            return None
+        try:
+            return len(self)
+        except TypeError:
+            return None

@@ -1,0 +1,136 @@
+"""Freeze what a policy says within another's trainer, and serve rows of what is frozen.
+
+trainer's hook             here
+training begins            begin_rows: look at the model and the samples
+an epoch begins            take_over: the loader gives cached batches
+its first batch is there   let_go: the loader is as it was
+a look at the weights      carry_out: freeze, and have rows of that depth
+training ends              end_rows
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+
+from autocache import CacheStats
+from freeze.advisor import Observer
+from pipetransformer.loop.freeze_choice import FreezeChoice, policy_of
+from pipetransformer.loop.served_rows import ServedRows, check_settings
+
+
+class ServingObserver(Observer):
+    """Be what the callbacks of trainers share; each brings its trainer's hooks.
+
+    Args:
+        freeze: a number of blocks, one for each epoch, a policy's name, a policy, or a function.
+        every_steps: optimizer steps between two questions to the policy; None asks it before each
+            epoch. It is asked before the first step, too.
+        cache: whether rows are kept; without, blocks only freeze.
+        layers: the model's blocks, bottom first; None finds them.
+        settings: those of `attach`.
+
+    Attributes:
+        stats: what the last training found: hits, upgrades, misses, and the cache's seconds.
+    """
+
+    def __init__(
+        self,
+        freeze: FreezeChoice,
+        *,
+        every_steps: int | None = None,
+        cache: bool = True,
+        layers: Sequence[nn.Module] | None = None,
+        **settings: Any,
+    ) -> None:
+        check_settings(settings)
+        if settings and not cache:
+            raise ValueError(
+                f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
+                "effect; leave that out"
+            )
+        super().__init__(policy_of(freeze), every_steps=every_steps, act=True, layers=layers)
+        self._caches, self._settings = cache, settings
+        self._rows: ServedRows | None = None
+        self._swap = ExitStack()
+        self.stats = CacheStats()
+
+    def begin_rows(
+        self, model: nn.Module, loader: Any, *, num_known: int, precision: str | None
+    ) -> None:
+        """Look at a model and the samples that it will train on. Collective.
+
+        Args:
+            num_known: batches that the trainer takes before it runs the first of them.
+            precision: of the trainer's autocast.
+        """
+        self.end_rows()  # Of a training that has failed.
+        if not self._caches:
+            return
+        asked = {} if precision is None else {"precision": precision}
+        settings = {**asked, **self._settings}
+        try:
+            # Losses of trainers leave out what labels do: padding.
+            self._rows = ServedRows.of(model, loader, settings, keeps_to_labels=True)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{error}. Or freeze without rows: cache=False") from error
+        self._at_the_end = weakref.finalize(self, self._rows.close)
+        self._rows.blocks.serve_none(num_known=num_known)
+        self._rows.set_depth(0)
+
+    def take_over(self, loader: Any) -> None:
+        """Have the epoch that begins now give cached batches."""
+        self.let_go()
+        if self._rows is None:
+            return
+        # Without rows the trainer's own workers read as ever.
+        if self._rows.may_ever_serve:
+            self._swap.enter_context(self._rows.taken_over(loader))
+            self._rows.epoch += 1
+
+    def let_go(self) -> None:
+        """Give the loader what it had; the iterator that it has begun goes on."""
+        self._swap.close()
+
+    def end_rows(self) -> None:
+        """Have the model run from its start again, and free the rows."""
+        self.let_go()
+        if self._rows is not None:
+            self.stats = self._rows.take_stats()
+            self._at_the_end()
+            self._rows = None
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        if self._rows is None:
+            return super().blocks_of(model)
+        own = list(self._rows.row_blocks)
+        if self._given is not None and [*map(id, self._given)] != [*map(id, own)]:
+            raise ValueError(
+                f"layers has {len(self._given)} blocks, but the model runs {len(own)} others one "
+                "after the other, whose outputs can be cached; leave layers= out, or cache=False"
+            )
+        return own
+
+    def carry_out(self, num_frozen: int) -> None:
+        if self._rows is None:
+            super().carry_out(num_frozen)
+        else:
+            self._rows.set_depth(num_frozen)
+
+    def agreed(self, num_frozen: int) -> int:
+        # Policies may look at times, which differ between ranks.
+        if self._rows is not None:
+            return self._rows.agreed(num_frozen)
+        told = [num_frozen]
+        if dist.is_available() and dist.is_initialized():
+            dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def refuse_wrapped(self, num_processes: int) -> None:
+        """Leave it to the trainer's own check: what its DistributedDataParallel waits for."""
