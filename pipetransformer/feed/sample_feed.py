@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autocache import (
+    HIDDEN,
     ActivationStore,
     CacheStats,
     KeptRows,
@@ -21,8 +22,10 @@ from autocache import (
     PrefixCache,
     RowLayout,
     RowSets,
+    by_position,
+    own_lengths,
 )
-from autodp import broadcast_json, gather_json
+from autodp import broadcast_json, gather_json, mix_seed
 from autopipe.profile import Profile
 from pipetransformer.config import CollateFunction
 from pipetransformer.feed.collation import Batch, Collation
@@ -37,7 +40,7 @@ from pipetransformer.feed.node_store import (
     share_kept,
     warn_of_others,
 )
-from pipetransformer.feed.random_numbers import own_random_numbers
+from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
 from pipetransformer.feed.workers import ForeseenSamples, Request
@@ -74,6 +77,7 @@ class SampleFeed:
     Args:
         to_come: what fetches will ask for; workers read it ahead.
         keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
+        augments: whether `augment_hidden` changes what frozen layers return, as in training.
     """
 
     def __init__(
@@ -84,8 +88,10 @@ class SampleFeed:
         *,
         to_come: Coming = tuple,
         keeps: int = 1,
+        augments: bool = False,
     ) -> None:
         self.prefix = prefix
+        self._augment = prefix.task.config.augment_hidden if augments else None
         self.dataset = samples.dataset
         self.samples, self._task, self._world = samples, prefix.task, world
         self._to_come = to_come
@@ -305,7 +311,32 @@ class SampleFeed:
         if self._store is not None and self._world.size > 1 and not len(later):
             # In the next epoch other processes of the node may be given these samples.
             self._store.settle()
+        if self._augment is not None:
+            batch[HIDDEN] = self._augmented(batch, ids, epoch)
         return batch
+
+    def _augmented(self, batch: Batch, ids: Tensor, epoch: int) -> Tensor:
+        assert self._augment is not None
+        hidden, mask = batch[HIDDEN], self._rows.content.padding_mask
+        lengths = torch.full_like(ids, hidden.shape[1] if hidden.ndim > 1 else 0)
+        if mask is not None and by_position(hidden, batch[mask].shape[1]):
+            lengths = own_lengths(batch[mask])  # How much padding follows depends on the batch.
+        changed = hidden.clone()
+        with own_random_numbers(self._world.device):
+            for place, (index, num) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
+                seed = mix_seed(self._task.config.seed, epoch, index)
+                seed_torch(seed, self._world.device)
+                seed_plainly(seed)
+                own = hidden[place, :num] if num else hidden[place]
+                new = self._augment(own.clone())
+                if new.shape != own.shape or new.dtype != own.dtype:
+                    raise ValueError(
+                        f"augment_hidden made {tuple(new.shape)} {new.dtype} of a sample's "
+                        f"{tuple(own.shape)} {own.dtype}; return the same shape and dtype"
+                    )
+                own_place = changed[place, :num] if num else changed[place]
+                own_place.copy_(new)
+        return changed
 
     def _read_ahead(self, ids: Tensor, *, epoch: int) -> None:
         if self._cache is None or self._store is None or not self._uses_store:

@@ -45,8 +45,8 @@ _LOGGER = logging.getLogger(__name__)
 
 SETTINGS = (
     "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
-    "cache_device", "cache_check", "prefix_chunk", "precision",
-    "seed", "tied_weights",
+    "cache_device", "cache_check", "augment_hidden", "prefix_chunk", "precision", "seed",
+    "tied_weights",
 )  # fmt: skip
 """Fields of `TrainConfig` that a loop may set."""
 
@@ -144,7 +144,9 @@ class ServedRows:
                 task = replace(task, config=replace(config, cache_check="all"))
         world = connect(device.type, timeout_s=config.setup_timeout_s)
         to_come: deque[tuple[int, Tensor]] = deque()
-        feed = SampleFeed(FrozenPrefix(task), world, samples, to_come=lambda: tuple(to_come))
+        feed = SampleFeed(
+            FrozenPrefix(task), world, samples, to_come=lambda: tuple(to_come), augments=True
+        )
         with own_random_numbers(device):
             feed.look_for_randomness()
         return ServedRows(task, world, feed, example, loaded, device, to_come)
@@ -308,8 +310,9 @@ class ServedRows:
 
     def _as_loaded(self, batch: dict[str, Tensor]) -> Any:
         if isinstance(self.loaded, (tuple, list)):
-            model = self.task.model
-            return [batch[name] for name in (*model.inputs[:1], *model.targets)]
+            names = (*self.task.model.inputs[:1], *self.task.model.targets)
+            # A data set without labels serves losses that need none.
+            return [batch[name] for name in names[: len(self.loaded)]]
         # transformers' tokenizers make a mapping that has `.to(device)`.
         return batch if isinstance(self.loaded, dict) else type(self.loaded)(batch)
 

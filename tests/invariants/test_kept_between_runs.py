@@ -30,7 +30,10 @@ def kept(folder: Path, **settings: Any) -> Mapping[str, Any]:
     return {"cache_folder": folder, "cache_keep": True, **settings}
 
 
-@pytest.mark.parametrize(("num_ranks", "scenario"), [(1, ALONE), (2, SHRINKING)])
+NODES = dataclasses.replace(SHRINKING, slots_per_node=1)
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), [(1, ALONE), (2, SHRINKING), (2, NODES)])
 def test_first_and_second_run_equal_a_run_without_a_cache_bit_by_bit(
     num_ranks: int, scenario: Scenario, tmp_path: Path
 ) -> None:

@@ -255,3 +255,13 @@ def test_replicas_share_their_rows_and_end_as_without(two_ranks: Pool, tmp_path:
         assert hits >= 4
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, others[name], rtol=1e-9, atol=1e-12)
+
+
+def test_images_without_labels_serve_a_loss_that_needs_none(
+    vision: tuple[nn.Module, CachedLoop],
+) -> None:
+    model, cached = vision
+    loader = DataLoader(TensorDataset(data(KINDS["eva"]).tensors["x"]), batch_size=5)
+    found = [torch.cat([model(x) for (x,) in cached.epoch(loader)]) for _ in range(2)]
+    assert cached.stats.hits == NUM_SAMPLES
+    assert torch.equal(*found)
