@@ -91,4 +91,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module("pipetransformer.loop"), name)
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
