@@ -7,12 +7,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo donor test test-all test-cuda wheel-test soak lint bench wheel clean
+.PHONY: help setup demo donor test test-all test-cuda wheel-test soak lint docs bench wheel release clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## Create .venv and install everything (about 2 minutes, once)
+setup: $(STAMP) ## Create .venv and install everything (once: 2 minutes, with uv less)
 
 # The stamp is touched last, so an interrupted installation is taken up again.
 $(STAMP): setup.cfg pyproject.toml
@@ -22,11 +22,17 @@ $(STAMP): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit( \
 	  "error: Python >= 3.10 is needed, $(PYTHON) is %d.%d; " % sys.version_info[:2] + \
 	  "name a newer one: make setup PYTHON=python3.11")'
-	@echo "installing into $(VENV), about 2 minutes"
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@# The pip that comes with Python 3.10.0 cannot install a setup.cfg project in place.
-	@$(BIN)/python -m pip install -q --upgrade pip
-	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@if command -v uv >/dev/null; then \
+	  echo "installing into $(VENV) with uv" && \
+	  { test -x $(BIN)/pip || uv venv -q --seed --python $(PYTHON) $(VENV); } && \
+	  uv pip install -q --python $(BIN)/python -e '.[dev]'; \
+	else \
+	  echo "installing into $(VENV), about 2 minutes" && \
+	  { test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV); } && \
+	  : "The pip that comes with Python 3.10.0 cannot install a setup.cfg project in place." && \
+	  $(BIN)/python -m pip install -q --upgrade pip && \
+	  $(BIN)/python -m pip install -q -e '.[dev]'; \
+	fi
 	@touch $@
 
 demo: setup ## Train on real digits, elastically and in a fixed pipeline; results in runs/demo/
@@ -57,6 +63,11 @@ lint: setup ## Check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: setup ## Build the documentation into site/; without a network, and strictly
+	@# What mkdocs-material says of its own future is no fault of a page.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "to read and search it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
+
 bench: setup ## Measure the overhead over a plain loop, and the engine beside its peers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.overhead
@@ -68,7 +79,10 @@ wheel: setup ## Build the wheel into dist/
 	rm -rf build
 	$(BIN)/python -m build --wheel
 
+release: lint test docs wheel wheel-test ## Prove all of it, build the wheel, install it elsewhere
+	$(BIN)/python -m build --sdist
+
 clean: ## Remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

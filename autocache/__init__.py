@@ -23,14 +23,14 @@ from autocache.row_content import (
     by_position,
     own_lengths,
 )
-from autocache.row_sets import RowSets, SetFacts
+from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowRead, RowStore
 from autocache.uploads import Uploader
 
 __all__ = [
     "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
-    "NamelessFilesError", "Positions", "PrefixCache", "RowContent", "RowField", "RowLayout",
-    "RowRead", "RowSets", "RowStore", "SetFacts", "Uploader", "WrittenBehind", "by_position",
-    "chain_hash", "device_bytes", "fingerprint", "own_lengths",
+    "NamelessFilesError", "OpenSet", "Positions", "PrefixCache", "RowContent", "RowField",
+    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "Uploader", "WrittenBehind",
+    "by_position", "chain_hash", "device_bytes", "fingerprint", "own_lengths",
 ]  # fmt: skip

@@ -71,6 +71,7 @@ def check_holders(before: Holders, after: Holders) -> None:
 
 
 def largest_incoming_bytes(moves: Sequence[Move], num_bytes: Mapping[str, int]) -> int:
+    """Return the most bytes that one rank receives; `num_bytes` are those of each piece."""
     incoming: Counter[int] = Counter()
     for move in moves:
         incoming[move.destination] += num_bytes[move.piece]
