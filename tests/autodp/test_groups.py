@@ -121,6 +121,7 @@ def backends_of_groups(backend: str | None) -> list[str]:
     )
     groups = groups_pool.open(topology, timeout_s=20.0)
     found = dist.get_backend_config(groups.forward)
+    dist.barrier()  # A rank that closes at once would break the other's connecting.
     groups_pool.close()
     return [found, dist.get_backend_config()]
 
