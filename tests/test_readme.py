@@ -122,6 +122,7 @@ def test_a_page_is_a_program_that_prints_what_it_says(
     assert set(promised) <= set(capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_on_clusters_starts_its_own_processes(tmp_path: Path) -> None:
     (program,) = programs("docs/cluster.md")
     script = tmp_path / "train.py"

@@ -51,6 +51,7 @@ def run_python(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_tests_of_gpus_are_collected_on_a_machine_that_lacks_what_others_import() -> None:
     code, said = run_python("-c", COLLECTING, *ABSENT)
     assert code == 0, said

@@ -398,6 +398,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_rows_and_comes_to_the_same_numbers(tmp_path: Path) -> None:
     first = Run(tmp_path)
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
