@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 _EXTRAS = {
     "matplotlib": "report",
+    "plotly": "report",
     "tensorboard": "report",
     "timm": "vision",
     "transformers": "text",

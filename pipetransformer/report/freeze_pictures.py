@@ -20,7 +20,7 @@ from pipetransformer.report.records import RecordedDecision, read_decisions
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TITLES = {
+SIGNAL_TITLES = {
     "gradient_norm": "Gradient norm",
     "gradient_l1": "Gradient, L1",
     "accumulated_gradient": "Accumulated gradient, L1",
@@ -56,9 +56,14 @@ def decision_table(decisions: Sequence[RecordedDecision]) -> str:
 
 def _said(decision: RecordedDecision) -> tuple[object, ...]:
     """Return what decisions of one line have in common."""
-    seen, shadowed = decision.context, _SHADOWED.search(decision.reason)
-    words = _NUMBERS.sub("", decision.reason)
-    return seen.num_frozen, decision.num_frozen, seen.resting, shadowed and shadowed[0], words
+    seen, reason = decision.context, what_a_reason_says(decision.reason)
+    return seen.num_frozen, decision.num_frozen, seen.resting, reason
+
+
+def what_a_reason_says(reason: str) -> tuple[str, str]:
+    """Return a reason's words without numbers, but for what a wrapped policy would freeze."""
+    shadowed = _SHADOWED.search(reason)
+    return shadowed[0] if shadowed else "", _NUMBERS.sub("", reason)
 
 
 def draw_freezing(folder: Path) -> str:
@@ -70,7 +75,7 @@ def draw_freezing(folder: Path) -> str:
         ValueError: the folder holds no decisions.
     """
     decisions = read_decisions(folder)
-    signals = [name for name in _TITLES if any(name in one.signals for one in decisions)]
+    signals = [name for name in SIGNAL_TITLES if any(name in one.signals for one in decisions)]
     looks = read_looks(folder / PROBE_FOLDER)
     num_panels = 1 + len(signals) + (len(looks) > 1)
     num_rows = math.ceil(num_panels / 2)
@@ -82,7 +87,7 @@ def draw_freezing(folder: Path) -> str:
             one.context.step: [getattr(layer, name) for layer in one.context.layers]
             for one in decisions
         }
-        _draw_layers(axes, values, _TITLES[name])
+        _draw_layers(axes, values, SIGNAL_TITLES[name])
         if name != "probe_cka":
             axes.set_yscale("log")
     if len(looks) > 1:

@@ -44,7 +44,7 @@ def draw_report(runs: Runs, path: Path) -> None:
     """
     *_, reported = runs.values()
     metric = _metric(reported)
-    if not _epochs(reported):
+    if not epochs_of(reported):
         raise ValueError(
             f"the {len(reported)} records given hold no epoch; train at least one whole epoch "
             "before drawing the report"
@@ -66,7 +66,7 @@ def draw_report(runs: Runs, path: Path) -> None:
 
 def total_breakdown(records: list[Record]) -> dict[str, float]:
     """Sum the seconds of each category over a run."""
-    parts = [epoch["breakdown"] for epoch in _epochs(records)]
+    parts = [epoch["breakdown"] for epoch in epochs_of(records)]
     return {name: sum(part.get(name, 0.0) for part in parts) for name in CATEGORY_COLORS}
 
 
@@ -83,10 +83,14 @@ def breakdown_table(runs: Runs) -> str:
 def draw_folder(folder: Path) -> str:
     """Draw a run's records as `report.png` into its folder; return a table of where its time went.
 
+    Before the first epoch is over, return a sentence that says so, and draw nothing.
+
     Raises:
-        ValueError: the folder holds no records, or no epoch of them.
+        ValueError: the folder holds no records.
     """
     runs = {"elastic": latest_branch(read_records(folder / RECORDS_FILE))}
+    if not epochs_of(runs["elastic"]):
+        return "no epoch is over yet, so that there is no report.png"
     draw_report(runs, folder / "report.png")
     return f"{breakdown_table(runs)}\n\n{folder / 'report.png'}"
 
@@ -96,9 +100,9 @@ def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
 
     highest = 0.0
     for name, records, color in _colored(runs):
-        _line(loss, _of_kind(records, "step"), "loss", color=color, alpha=0.25, linewidth=0.8)
-        _line(loss, _epochs(records), "loss", color=color, label=name)
-        evaluations = _of_kind(records, "evaluation")
+        _line(loss, of_kind(records, "step"), "loss", color=color, alpha=0.25, linewidth=0.8)
+        _line(loss, epochs_of(records), "loss", color=color, label=name)
+        evaluations = of_kind(records, "evaluation")
         _line(judged, evaluations, metric, color=color, marker=".")
         highest = max([highest, *(one.get(metric) or 0.0 for one in evaluations)])
     set_title(loss, "Learning")
@@ -113,7 +117,7 @@ def _draw_learning(loss: Axes, judged: Axes, runs: Runs, metric: str) -> None:
 
 def _metric(records: list[Record]) -> str:
     """Return the metric to draw: the accuracy, or the first other one, or the loss."""
-    evaluations = _of_kind(records, "evaluation")
+    evaluations = of_kind(records, "evaluation")
     first = evaluations[0] if evaluations else {}
     named = [name for name in first if name not in EVALUATION_FIELDS]
     numbers = [name for name in named if isinstance(first[name], (int, float))]
@@ -124,7 +128,7 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
     """Draw frozen layers above K and R, with a mark at every transition."""
     from matplotlib.ticker import MaxNLocator
 
-    steps = _of_kind(records, "step")
+    steps = of_kind(records, "step")
     steady: Any = {"drawstyle": "steps-post", "linewidth": 2.0}
     _line(frozen, steps, "frozen", color=OWN_COLOR, **steady)
     _line(shape, steps, "length", color=OWN_COLOR, label="stages (K)", **steady)
@@ -133,7 +137,7 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
         axes.margins(y=0.15)
         axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-        for index, event in enumerate(_of_kind(records, "transition")):
+        for index, event in enumerate(of_kind(records, "transition")):
             label = "transition" if index == 0 else None
             axes.axvline(event["elapsed_s"], color=MARK_COLOR, ls=":", lw=1.2, label=label)
     set_title(frozen, "Freezing and topology")
@@ -145,7 +149,7 @@ def _draw_topology(frozen: Axes, shape: Axes, records: list[Record]) -> None:
 
 def _draw_throughput(axes: Axes, runs: Runs) -> None:
     for name, records, color in _colored(runs):
-        _line(axes, _epochs(records), "samples_per_s", color=color, label=name, marker=".")
+        _line(axes, epochs_of(records), "samples_per_s", color=color, label=name, marker=".")
     set_title(axes, "Throughput")
     axes.set_ylabel("samples per second, mean of each epoch")
     axes.set(xlabel="seconds since the start", xlim=(0, None), ylim=(0, None))
@@ -155,12 +159,12 @@ def _draw_throughput(axes: Axes, runs: Runs) -> None:
 def _draw_breakdown(axes: Axes, runs: Runs) -> None:
     """Stack the seconds of each epoch by category; other runs' mean epochs stand beside."""
     *others, (_, reported) = runs.items()
-    epochs = _epochs(reported)
+    epochs = epochs_of(reported)
     places = [float(epoch["epoch"]) for epoch in epochs]
     bars = [epoch["breakdown"] for epoch in epochs]
     width = max(1.0, len(epochs) / 8)  # Wide enough for their names.
     for name, records in others:
-        if num_epochs := len(_epochs(records)):
+        if num_epochs := len(epochs_of(records)):
             mean = {part: total / num_epochs for part, total in total_breakdown(records).items()}
             places.append(places[-1] + 1.0 + width)
             bars.append(mean)
@@ -186,13 +190,13 @@ def _colored(runs: Runs) -> Iterator[tuple[str, list[Record], str]]:
         yield name, records, color
 
 
-def _of_kind(records: list[Record], kind: str) -> list[Record]:
+def of_kind(records: list[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
 
-def _epochs(records: list[Record]) -> list[Record]:
+def epochs_of(records: list[Record]) -> list[Record]:
     """Select the epochs; of one that is partial, and gone on with, the whole."""
-    return list({record["epoch"]: record for record in _of_kind(records, "epoch")}.values())
+    return list({record["epoch"]: record for record in of_kind(records, "epoch")}.values())
 
 
 def _line(axes: Axes, records: list[Record], field: str, **style: Any) -> None:

@@ -6,8 +6,9 @@ Every record has `kind`, `step` and `elapsed_s`. The other fields depend on its 
     step         epoch, loss, seconds, samples, frozen, length, replicas, micro_batches,
                  cache_hits, cache_misses, cache_upgrades (misses that were read, and computed on
                  from there), learning_rate, gradient_norm
-    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category); partial
-                 where the run ended within it
+    epoch        epoch, loss, seconds, samples_per_s, breakdown (seconds per category),
+                 cache_bytes (the most of rank 0's node so far); partial where the run ended
+                 within it
     evaluation   epoch, loss, accuracy, seconds
     transition   frozen_before, frozen, length, replicas, micro_batches, boundaries, seconds,
                  predicted_seconds, bytes_moved, resting, reason; a step's predicted_step_s,
@@ -19,6 +20,7 @@ Every record has `kind`, `step` and `elapsed_s`. The other fields depend on its 
                  transition followed
     outcome      changed_step (of the transition), predicted_step_s, measured_step_s
     checkpoint   seconds (that training stopped), written_s (beside it), bytes
+    end          none: the run is over, by its settings or as it was stopped; a resume may go on
 
 Losses are means over samples. Samples, hits and misses are summed over replicas. A step's seconds
 are rank 0's; an epoch's breakdown is the mean over ranks. There "transition" is deciding one and
@@ -54,7 +56,7 @@ RecordListener = Callable[[Mapping[str, Any]], None]
 RECORDS_FILE = "records.jsonl"
 
 _BEGIN_A_STEP = ("decision", "transition", "step")
-_END_ONE = ("epoch", "evaluation", "checkpoint")
+_END_ONE = ("epoch", "evaluation", "checkpoint", "end")
 """Kinds of records before or at a step, whose `step` is its index, and after a number of steps."""
 
 _LOGGER = logging.getLogger(__name__)

@@ -42,6 +42,7 @@ class RunLog:
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._epoch_samples = 0
         self._epoch_loss = 0.0
+        self._num_done = 0
         self._accuracy = "-"
         self._changed_step = 0
         self._depth_before = 0
@@ -72,7 +73,7 @@ class RunLog:
             cache_bytes: the most that a node's cache may take; 0 where nothing is cached.
             unused: columns of the training set that the model does not take.
         """
-        self._profile = profile
+        self._profile, self._num_done = profile, clock.step
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
         if cache_bytes:
@@ -94,6 +95,7 @@ class RunLog:
         if self._is_finished:
             return
         self._is_finished = True
+        self._record("end", self._num_done)
         self.say(cache_line(self.report))
         has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
         if self._freezes and not has_frozen and self._last_asked is not None:
@@ -118,6 +120,7 @@ class RunLog:
         hits, misses, upgrades = result.cache_hits, result.cache_misses, result.cache_upgrades
         self.report.seconds += result.seconds
         self.report.samples += num_samples
+        self._num_done = clock.step + 1
         self.report.cache_hits += hits
         self.report.cache_misses += misses
         self.report.cache_upgrades += upgrades
@@ -252,6 +255,7 @@ class RunLog:
             breakdown=breakdown,
             loss=self._epoch_loss / max(self._epoch_samples, 1),
             samples_per_s=self._epoch_samples / max(seconds, 1e-9),
+            cache_bytes=self.report.cache_bytes,
             **({"partial": True} if partial else {}),
         )
         if not partial:  # A resume goes on with a partial epoch's sums.

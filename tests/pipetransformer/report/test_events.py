@@ -103,7 +103,7 @@ def test_events_come_in_the_same_order_on_every_rank(two_ranks: Pool) -> None:
     steps = ["step"] * 3
     assert [kind for kind in kinds if kind != "outcome"] == [
         *("decision", "transition", *steps, "epoch", "evaluation"),
-        *("decision", "transition", *steps, "epoch", "evaluation"),
+        *("decision", "transition", *steps, "epoch", "evaluation", "end"),
     ]
 
 
