@@ -8,7 +8,7 @@ sample_feed ─► stage 0
   └─ coming_fetches: which fetches come next
 """
 
-from pipetransformer.feed.collation import Batch, Collation
+from pipetransformer.feed.collation import Batch, Collation, names_for
 from pipetransformer.feed.coming_batches import ComingBatches, ComingStep
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.held_targets import HeldTargets
@@ -31,6 +31,6 @@ __all__ = [
     "Batch", "Clock", "Collation", "ComingBatches", "ComingStep", "ForeseenSamples",
     "FrozenPrefix", "HeldTargets", "Position", "Request", "Rows", "SampleError", "SampleFeed",
     "Samples", "SizedDataset", "Timeline", "check_dataset", "find_changed", "first_samples",
-    "own_random_numbers", "part_of", "read_lengths", "samples_of", "seed_plainly", "seed_torch",
-    "tell_of_loss", "tell_of_outputs",
+    "names_for", "own_random_numbers", "part_of", "read_lengths", "samples_of", "seed_plainly",
+    "seed_torch", "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

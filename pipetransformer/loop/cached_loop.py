@@ -26,7 +26,6 @@ from autocache import CacheStats
 from freeze import FreezePolicy, FreezeSchedule, PolicyFunction, as_policy
 from pipetransformer.loop.epoch_policy import EpochPolicy
 from pipetransformer.loop.freeze_choice import FreezeChoice, policy_of
-from pipetransformer.loop.loaders import base_of
 from pipetransformer.loop.served_rows import ServedRows, check_settings
 from pipetransformer.model import refuse_wrapper
 
@@ -93,7 +92,6 @@ class CachedLoop:
         self._model, self._freezes, self._settings = model, freezes, dict(settings)
         self._num_begun = self.num_frozen = 0
         self._rows: ServedRows | None = None
-        self._first: tuple[Any, Any, int] = None, None, 0
         self._is_closed = False
         self.stats = CacheStats()
 
@@ -146,23 +144,10 @@ class CachedLoop:
     def _start(self, loader: DataLoader[Any]) -> ServedRows:
         if self._is_closed:
             raise ValueError("this loop was closed; attach the model anew")
-        base = base_of(loader)
-        dataset: Any = base.dataset
         if self._rows is None:
             self._rows = ServedRows.of(self._model, loader, self._settings)
-            self._first = dataset, base.collate_fn, len(dataset)
             weakref.finalize(self, self._rows.close)
-        first, function, num = self._first
-        if dataset is not first or base.collate_fn != function:
-            raise ValueError(
-                "this loader has another data set or collate_fn than that of the first epoch; "
-                "attach once for each"
-            )
-        if len(dataset) != num:
-            raise ValueError(
-                f"the data set has {len(dataset)} samples, but had {num} in the first epoch, and "
-                "rows are kept by index; close this loop, and attach anew"
-            )
+        self._rows.refuse_another(loader)
         return self._rows
 
     def close(self) -> None:

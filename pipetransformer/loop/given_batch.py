@@ -5,8 +5,9 @@ takes a batch, and gives it                  may use its rows
 changes it, or gives another, or a part      runs from its start
 does so with an image that was not read      is refused: there is nothing to run on
 
-An image that was not read is NaN, but for its first number, which tells batches apart. So whatever
-a loop computes of it is seen to be wrong.
+An image that was not read is NaN, but for its first number. That, and the bits that a NaN leaves
+free, tell samples and batches apart, also where a part of one image is put into another. So
+whatever a loop computes of it is seen to be wrong.
 """
 
 from __future__ import annotations
@@ -27,18 +28,35 @@ _HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_he
 _TELLS_APART = 256
 """Whole numbers up to this one are exact in all dtypes of images."""
 
+_NANS = {
+    torch.float64: (torch.int64, 0x7FF8 << 48, 1 << 51),
+    torch.float32: (torch.int32, 0x7FC0 << 16, 1 << 22),
+    torch.float16: (torch.int16, 0x7E00, 1 << 9),
+    torch.bfloat16: (torch.int16, 0x7FC0, 1 << 6),
+}
+"""By dtype: whole numbers as wide, a NaN as one of them, and how many NaNs begin like it."""
+
+_MOST_APART = 1 << 12
+"""Samples of a batch that have codes of their own, beside those of the batch before."""
+
 
 def marks() -> Iterator[int]:
     """Yield the numbers by which batches that were not read are told apart."""
-    return itertools.cycle(range(1, _TELLS_APART + 1))
+    return itertools.count(1)
 
 
 def unread(example: Tensor, num: int, mark: int) -> Tensor:
-    """Return what stands for entries of samples that were not read, (num, ...)."""
-    # Images may lie with their channels last.
-    one = torch.full_like(example[:1], torch.nan, memory_format=torch.contiguous_format)
-    one.view(-1)[0] = mark
-    return one.expand(num, *one.shape[1:])
+    """Return what stands for entries of samples that were not read, (num, ...).
+
+    Each is NaN, with its own number in the bits that a NaN leaves free.
+    """
+    kind, nan, num_codes = _NANS[example.dtype]
+    codes = (mark * _MOST_APART + torch.arange(num)) % num_codes
+    numbers = (codes + nan).to(kind).view(example.dtype)
+    entry = numbers.view(num, *(1 for _ in example.shape[1:])).repeat(1, *example.shape[1:])
+    # A loop that casts loses the codes, but not these.
+    entry.view(num, -1)[:, 0] = (mark * 37 + torch.arange(num)) % _TELLS_APART + 1
+    return entry
 
 
 @final
@@ -51,7 +69,7 @@ class GivenBatch:
         depth: number of blocks that the rows have passed; 0 without rows.
         inputs: by the names of the model's arguments; not those that the loop has, which it may
             change in place.
-        not_read: names of those that are not read, and the number in their first place.
+        not_read: names of those that are not read.
         rows: what the last frozen block returns, (B, ...); None at depth 0.
         read: by the names of `not_read`, once they are read after all: at depth 0.
     """
@@ -60,7 +78,7 @@ class GivenBatch:
     epoch: int
     depth: int
     inputs: Mapping[str, Tensor]
-    not_read: Mapping[str, int]
+    not_read: frozenset[str]
     rows: Tensor | None
     read: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -74,12 +92,14 @@ class GivenBatch:
         own = self.inputs[name]
         if not isinstance(value, Tensor) or value.shape != own.shape:
             return False
+        if name in self.not_read and value.dtype == own.dtype:
+            # Bit by bit, as no NaN equals another: a part of another image may be within this one.
+            kind = _NANS[own.dtype][0]
+            return torch.equal(value.view(kind), own.to(value.device).view(kind))
         if name in self.not_read:
-            first, last = _ends(value)
-            is_marked = first == self.not_read[name]
-            return bool(
-                is_marked.all() if own[0].numel() == 1 else (is_marked & last.isnan()).all()
-            )
+            flat, marked = value.reshape(len(value), -1), own.reshape(len(own), -1)[:, 0]
+            is_marked = torch.equal(flat[:, 0].cpu(), marked.to(value.dtype))
+            return is_marked and bool(flat[:, 1:].isnan().all())
         if value.is_floating_point() != own.is_floating_point():
             return False
         return torch.equal(value, own.to(value.device, value.dtype))
@@ -96,14 +116,6 @@ class GivenBatch:
                 place = forward_parameters(model).index(name)
                 places[place] = value.to(places[place].device, places[place].dtype)
         return tuple(places), own
-
-
-def _ends(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's first number and its last one, (B,) each."""
-    first = last = value
-    for _ in range(value.ndim - 1):
-        first, last = first[:, 0], last[:, -1]
-    return first, last
 
 
 def inputs_of(

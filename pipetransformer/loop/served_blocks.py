@@ -100,7 +100,7 @@ class ServedBlocks:
     def serve(self, batch: GivenBatch) -> None:
         """Let forwards of this batch use its rows, until some others were given."""
         self._given.append(batch)
-        self._not_read |= batch.not_read.keys()
+        self._not_read |= batch.not_read
 
     @contextmanager
     def serving(self, batch: GivenBatch) -> Iterator[None]:

@@ -30,11 +30,13 @@ from pipetransformer.feed import (
     SampleFeed,
     check_dataset,
     first_samples,
+    names_for,
     own_random_numbers,
     samples_of,
 )
 from pipetransformer.loop.given_batch import GivenBatch, marks, unread
 from pipetransformer.loop.loaders import base_of, giving_indices
+from pipetransformer.loop.randomness import draws_below, generators_kept
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.rounding import compare_rounded
 from pipetransformer.loop.served_blocks import ServedBlocks
@@ -83,6 +85,7 @@ class ServedRows:
         self.blocks = ServedBlocks(self.feed.prefix, self._fetched_anew)
         self._stats, self._num_frozen = CacheStats(), -1
         self._has_told = False
+        self._num_samples = len(self.feed.samples.dataset)
         # Frozen by this class, where `freeze.apply` leaves them: it must thaw them, too.
         self._also_frozen: list[nn.Parameter] = []
         # Until it is said what that changes.
@@ -104,8 +107,20 @@ class ServedRows:
             TypeError, ValueError: the loader's samples are not known by index, or the model
                 cannot be cut.
         """
-        _refuse_sharded(model)
         base = base_of(loader)
+        with generators_kept(base.collate_fn, base.dataset):
+            return ServedRows._looked_at(model, base, settings, keeps_to_labels=keeps_to_labels)
+
+    @staticmethod
+    def _looked_at(
+        model: nn.Module,
+        base: DataLoader[Any],
+        settings: Mapping[str, Any],
+        *,
+        keeps_to_labels: bool,
+    ) -> ServedRows:
+        _refuse_sharded(model)
+        _refuse_prompts(model)
         dataset: Any = base.dataset
         check_dataset(dataset, "the loader's dataset")
         collate = None if base.collate_fn is default_collate else base.collate_fn
@@ -149,7 +164,24 @@ class ServedRows:
         )
         with own_random_numbers(device):
             feed.look_for_randomness()
+        _warn_of_lost_entries(loaded, task)
         return ServedRows(task, world, feed, example, loaded, device, to_come)
+
+    def refuse_another(self, loader: Any) -> None:
+        """Raise a ValueError for a loader of other samples than those that were looked at."""
+        base, samples = base_of(loader), self.feed.samples
+        dataset: Any = base.dataset
+        function = samples.collation.function or default_collate
+        if dataset is not samples.dataset or base.collate_fn != function:
+            raise ValueError(
+                "this loader has another data set or collate_fn than that of the first epoch, and "
+                "rows are kept by index; attach once for each"
+            )
+        if len(dataset) != self._num_samples:
+            raise ValueError(
+                f"the data set has {len(dataset)} samples, but had {self._num_samples} in the "
+                "first epoch, and rows are kept by index; close this loop, and attach anew"
+            )
 
     @property
     def row_blocks(self) -> Sequence[nn.Module]:
@@ -194,12 +226,32 @@ class ServedRows:
             )
         self.blocks.give_back()
         self._freeze(num_frozen)
+        if depth and self._draws_below(depth):
+            depth = 0
         self._note_stats()
         # What is kept serves loops in any mode.
         with torch.inference_mode(False), own_random_numbers(self.device):
             self.feed.prefix.set_depth(depth, on_stage_0=True, use_cache=depth > 0)
             self.feed.follow_prefix()
         self.blocks.set_depth(depth)
+
+    def _draws_below(self, depth: int) -> bool:
+        """Tell, with a warning, whether frozen blocks are not all that lies below `depth`."""
+        model = self.task.model
+        names = (*model.inputs, *model.sides_of(0, len(model.sublayers)))
+        entries = {n: self.example[n].to(self.device) for n in names if n in self.example}
+        with in_own_forward(model.model), self.task.computing(self.device):
+            draws = draws_below(model.model, self.row_blocks[depth - 1], entries)
+        if draws and not self._has_told:
+            self._has_told = True
+            _LOGGER.warning(
+                "no cache: a training forward of %s draws random numbers below block %d (it drops "
+                "blocks, or hidden states between them), which rows would lack; set that to 0 in "
+                "its configuration",
+                type(model.model).__name__,
+                depth,
+            )
+        return draws
 
     def _freeze(self, num_frozen: int) -> None:
         """Freeze blocks, and what they read, but `freeze.apply` leaves: a learned bias, say."""
@@ -299,7 +351,7 @@ class ServedRows:
         model, mark = self.task.model, next(self.marks)
         inputs, sides = model.inputs, model.sides_of(0, len(model.sublayers))
         rows = batch.pop(HIDDEN, None)
-        not_read = {} if rows is None else {n: mark for n in inputs if n not in sides}
+        not_read = frozenset(() if rows is None else (n for n in inputs if n not in sides))
         num = len(ids)
         entries = {
             name: unread(self.example[name], num, mark) if name in not_read else batch[name]
@@ -335,6 +387,29 @@ class ServedRows:
         self.blocks.give_back()
         self.feed.close()
         self.world.close()
+
+
+def _refuse_prompts(model: nn.Module) -> None:
+    configs = getattr(model, "peft_config", {})
+    if any(getattr(one, "is_prompt_learning", False) for one in configs.values()):
+        raise ValueError(
+            "the model puts prompts that it learns before each sample, so that frozen blocks "
+            "return something else at every step: there is nothing to cache"
+        )
+
+
+def _warn_of_lost_entries(loaded: Any, task: Task) -> None:
+    """Warn of what batches lose: entries that neither the model nor its loss takes."""
+    model = task.model
+    known = {*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets}
+    known |= {name for one in model.targets for name in names_for(one)}
+    lost = [name for name in loaded if name not in known] if isinstance(loaded, Mapping) else []
+    if lost:
+        _LOGGER.warning(
+            "batches come without %s, which the model does not take: rows do not hold them. A "
+            "loop that reads them needs another way to them, or no cache",
+            lost,
+        )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

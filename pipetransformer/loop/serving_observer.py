@@ -91,6 +91,7 @@ class ServingObserver(Observer):
             return
         # Without rows the trainer's own workers read as ever.
         if self._rows.may_ever_serve:
+            self._rows.refuse_another(loader)
             self._swap.enter_context(self._rows.taken_over(loader))
             self._rows.epoch += 1
 
