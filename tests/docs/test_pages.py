@@ -19,7 +19,13 @@ from tests.helpers.tiny_hub import tiny_hub
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-BESIDE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md"]
+BESIDE = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "experiments/README.md",
+    "examples/README.md",
+]
 TO_BE_SHORTENED = {
     "docs/adapters-beside.md",
     "docs/kept-rows.md",
@@ -55,7 +61,7 @@ def test_a_tutorial_is_a_program_that_prints_what_it_says(
 ) -> None:
     page = f"docs/tutorials/{name}.md"
     monkeypatch.chdir(tmp_path)
-    with tiny_hub():
+    with tiny_hub(num_samples=40):
         exec(compile("\n".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line in printed(page)] == printed(page)
