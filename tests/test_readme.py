@@ -36,7 +36,7 @@ def test_a_program_of_the_readme_runs_in_at_most_twenty_lines(
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def test_the_program_and_the_commands_of_the_page_on_kept_rows_run(

@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 def tiny_bert(*arguments: Any, **options: Any) -> Any:
     """Stand for a pretrained model."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 9, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2}
     return BertForSequenceClassification(
         BertConfig(vocab_size=100, intermediate_size=16, **sizes, **options)
     )
@@ -35,18 +36,26 @@ def tiny_tokenizer(name: str) -> Any:
     return tokenize
 
 
-def tiny_glue(*names: str) -> dict[str, Dataset]:
+def tiny_glue(*names: str, num_samples: int) -> dict[str, Dataset]:
     """Stand for a data set."""
-    rows = {"sentence": ["fine", "dull"] * 20, "label": [1, 0] * 20, "idx": list(range(40))}
-    return DatasetDict({split: Dataset.from_dict(rows) for split in ("train", "validation")})
+    sizes = {"train": num_samples, "validation": 40}
+    return DatasetDict(
+        {
+            split: Dataset.from_dict(
+                {"sentence": ["fine", "dull"] * (num // 2), "label": [1, 0] * (num // 2)}
+            )
+            for split, num in sizes.items()
+        }
+    )
 
 
 @contextmanager
-def tiny_hub() -> Iterator[None]:
-    """Answer from here what would be asked of the hub."""
+def tiny_hub(num_samples: int = 1500) -> Iterator[None]:
+    """Answer from here what would be asked of the hub. The README takes 1,500 samples."""
     classifiers = "transformers.AutoModelForSequenceClassification.from_pretrained"
+    glue = partial(tiny_glue, num_samples=num_samples)
     with ExitStack() as patches:
-        patches.enter_context(patch("datasets.load_dataset", tiny_glue))
+        patches.enter_context(patch("datasets.load_dataset", glue))
         patches.enter_context(patch("transformers.AutoTokenizer.from_pretrained", tiny_tokenizer))
         patches.enter_context(patch(classifiers, tiny_bert))
         yield
