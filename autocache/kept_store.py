@@ -48,14 +48,16 @@ class KeptRows:
 class KeptStore:
     """Find rows of any depth, and write each depth into its own set; see `RowStore`.
 
-    Every process of a node opens its own, and closes it. Rows that others have written are found
-    once `trust_others` was called: the caller has proven by then that they compute alike.
+    Every process of a node opens its own, and closes it.
 
     Args:
         stamp: of the depth that is wanted; its set is made where there is none.
         num_rows: rows that a new set has, if there is room for them.
     Raises:
         OSError: the set of this stamp cannot be made.
+    Attributes:
+        trusts_others: whether rows that others have written are found, too. The caller sets it
+            once it has proven that they compute alike.
     """
 
     reads_ahead = True
@@ -68,7 +70,7 @@ class KeptStore:
         # The set of layers that were edited since: one at a time, or each edit would leave one.
         self._edited: int | None = None
         self._has_own: dict[int, Tensor] = {}
-        self._trusts_others = False
+        self.trusts_others = False
 
     @property
     def folder(self) -> Path:
@@ -95,17 +97,9 @@ class KeptStore:
     def holds(self, check: Callable[[], bool]) -> bool:
         return check()
 
-    def trust_others(self) -> None:
-        """Find rows that others have written, too."""
-        self._trusts_others = True
-
-    @property
-    def trusts_others(self) -> bool:
-        return self._trusts_others
-
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         """Return the (B,) depths at which rows are found, the deepest of each."""
-        return self._find(ids, stamps, of_others=self._trusts_others)
+        return self._find(ids, stamps, of_others=self.trusts_others)
 
     def find_any(self, ids: Tensor, stamps: Stamps) -> Tensor:
         """Return the depths at which there are rows, whoever wrote them."""

@@ -6,16 +6,27 @@ its rows are wrong, so a few of each depth tell.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from autocache import HIDDEN, KeptStore, PrefixCache, RowContent, by_position, own_lengths
+from autocache import (
+    HIDDEN,
+    ActivationStore,
+    KeptStore,
+    PrefixCache,
+    RowContent,
+    by_position,
+    own_lengths,
+)
 from pipetransformer.feed.collation import Batch
-from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.samples import Samples
+
+CacheOver: TypeAlias = Callable[[ActivationStore | None, RowContent, Tensor | None], PrefixCache]
+"""Makes a cache of the frozen prefix over a store, of some content, with known digests."""
 
 _NUM_COMPUTED = 4
 """Rows of each depth."""
@@ -28,12 +39,11 @@ _ALLOWED = 5e-5
 class KeptProof:
     """Compute rows as a run would, and compare them with those that are kept."""
 
-    prefix: FrozenPrefix
+    cache_over: CacheOver
+    stamps: Sequence[int]
     samples: Samples
     content: RowContent
-    chunk_size: int
-    device: torch.device
-    view: int = 0
+    view: int
 
     def holds(self, store: KeptStore, ids: Tensor, row_ids: Tensor) -> bool:
         """Tell whether others' rows are what this run computes; from then on they are read.
@@ -41,9 +51,9 @@ class KeptProof:
         Args:
             ids, row_ids: (N,) int64 each, samples, and their rows in this view.
         """
-        found = store.find_any(row_ids, self.prefix.stamps)
+        found = store.find_any(row_ids, self.stamps)
         if bool(found.any()):
-            store.trust_others()
+            store.trusts_others = True
         return all(
             self._holds_at(depth, store, ids[spread], row_ids[spread])
             for depth in found.unique().tolist()
@@ -62,16 +72,9 @@ class KeptProof:
         return are_alike(mine, theirs, rounded_to=self.content.dtype)
 
     def _fetch(self, store: KeptStore | None, depth: int, ids: Tensor, rows: Tensor) -> Batch:
-        cache = PrefixCache(
-            self.prefix.run_layers,
-            chunk_size=self.chunk_size,
-            store=store,
-            stamps=self.prefix.stamps,
-            device=self.device,
-            content=replace(self.content, changed=None),
-            # Rows of samples that have changed prove nothing, and are emptied.
-            known=None if store is None else torch.zeros(store.num_rows, dtype=torch.int64),
-        )
+        # Rows of samples that have changed prove nothing, and are emptied.
+        known = None if store is None else torch.zeros(store.num_rows, dtype=torch.int64)
+        cache = self.cache_over(store, replace(self.content, changed=None), known)
         try:
             return cache.fetch(ids, self._load, depth=depth, row_ids=rows, keeps=False)
         finally:

@@ -25,6 +25,12 @@ def seed_plainly(seed: int) -> None:
     random.seed(seed)
 
 
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed every generator that data may draw from."""
+    seed_torch(seed, device)
+    seed_plainly(seed)
+
+
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
     """Let the block seed all generators; afterwards the caller's go on where they were."""

@@ -20,6 +20,7 @@ from autocache import (
     KeptRows,
     KeptStore,
     PrefixCache,
+    RowContent,
     RowLayout,
     RowSets,
     by_position,
@@ -40,7 +41,7 @@ from pipetransformer.feed.node_store import (
     share_kept,
     warn_of_others,
 )
-from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
+from pipetransformer.feed.random_numbers import own_random_numbers, seed_all
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
 from pipetransformer.feed.workers import ForeseenSamples, Request
@@ -219,14 +220,7 @@ class SampleFeed:
     def computed_rows(self, ids: Tensor, *, rounded: bool) -> Batch:
         """Compute rows of samples, rounded to `cache_dtype` or not; none are read or stored."""
         content = self._rows.unstored_content()
-        cache = PrefixCache(
-            self.prefix.run_layers,
-            chunk_size=self._chunk_size,
-            store=None,
-            stamps=self.prefix.stamps,
-            device=self._world.device,
-            content=content if rounded else replace(content, dtype=None),
-        )
+        cache = self._cache_over(None, content if rounded else replace(content, dtype=None))
         return cache.fetch(
             ids, lambda wanted: self.samples.probe(wanted.tolist()), depth=self.prefix.depth
         )
@@ -246,15 +240,23 @@ class SampleFeed:
             self._match_store()
         if prefix.depth and prefix.on_stage_0:
             kept = self._store is not None and use_cache
-            self._cache = PrefixCache(
-                prefix.run_layers,
-                chunk_size=self._chunk_size,
-                stamps=prefix.stamps,
-                store=self._store if kept else None,
-                device=self._world.device,
-                content=self._rows.content if kept else self._rows.unstored_content(),
-                known=self._known if kept else None,
-            )
+            if kept:
+                self._cache = self._cache_over(self._store, self._rows.content, self._known)
+            else:
+                self._cache = self._cache_over(None, self._rows.unstored_content())
+
+    def _cache_over(
+        self, store: ActivationStore | None, content: RowContent, known: Tensor | None = None
+    ) -> PrefixCache:
+        return PrefixCache(
+            self.prefix.run_layers,
+            chunk_size=self._chunk_size,
+            store=store,
+            stamps=self.prefix.stamps,
+            device=self._world.device,
+            content=content,
+            known=known,
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -324,18 +326,15 @@ class SampleFeed:
         changed = hidden.clone()
         with own_random_numbers(self._world.device):
             for place, (index, num) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
-                seed = mix_seed(self._task.config.seed, epoch, index)
-                seed_torch(seed, self._world.device)
-                seed_plainly(seed)
-                own = hidden[place, :num] if num else hidden[place]
+                seed_all(mix_seed(self._task.config.seed, epoch, index), self._world.device)
+                own = changed[place, :num] if num else changed[place]
                 new = self._augment(own.clone())
                 if new.shape != own.shape or new.dtype != own.dtype:
                     raise ValueError(
                         f"augment_hidden made {tuple(new.shape)} {new.dtype} of a sample's "
                         f"{tuple(own.shape)} {own.dtype}; return the same shape and dtype"
                     )
-                own_place = changed[place, :num] if num else changed[place]
-                own_place.copy_(new)
+                own.copy_(new)
         return changed
 
     def _read_ahead(self, ids: Tensor, *, epoch: int) -> None:
@@ -472,8 +471,8 @@ class SampleFeed:
         return self._proof(epoch=0).holds(store, ids, rows)
 
     def _proof(self, *, epoch: int) -> KeptProof:
-        content, device, view = self._rows.content, self._world.device, self._view(epoch)
-        return KeptProof(self.prefix, self.samples, content, self._chunk_size, device, view)
+        stamps, content, view = self.prefix.stamps, self._rows.content, self._view(epoch)
+        return KeptProof(self._cache_over, stamps, self.samples, content, view)
 
     def _prove_others(self, ids: Tensor, epoch: int) -> None:
         """Read no row of another process before some of its rows were computed again."""

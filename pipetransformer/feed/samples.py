@@ -14,9 +14,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from autodp import mix_seed
 from pipetransformer.feed.collation import Batch, Collation
-from pipetransformer.feed.random_numbers import seed_plainly, seed_torch
+from pipetransformer.feed.random_numbers import seed_all
 
 _MOST_PROBED = 16
+_CPU = torch.device("cpu")
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
 
 
@@ -85,7 +86,7 @@ class Samples:
             return {n: t[index].cpu() for n, t in zip(names, dataset.tensors, strict=True)}
         items = [self._item(index, view) for index in ids]
         if collation.function is not None:
-            _seed(mix_seed(self.seed, view, *ids))
+            seed_all(mix_seed(self.seed, view, *ids), _CPU)
         return collation.collate(items, ids)
 
     def probe(self, ids: Sequence[int], *, view: int = 0) -> Batch:
@@ -136,7 +137,7 @@ class Samples:
         return torch.linspace(0, num - 1, min(most, num)).long().tolist()
 
     def _item(self, index: int, view: int) -> Any:
-        _seed(mix_seed(self.seed, view, index))
+        seed_all(mix_seed(self.seed, view, index), _CPU)
         try:
             return self.dataset[index]
         except Exception as error:
@@ -154,11 +155,6 @@ def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) ->
         if now.shape != old.shape or not torch.equal(now.nan_to_num(), old.nan_to_num()):
             return name
     return ""
-
-
-def _seed(seed: int) -> None:
-    seed_torch(seed, torch.device("cpu"))
-    seed_plainly(seed)
 
 
 def read_lengths(dataset: SizedDataset, name: str) -> Tensor:

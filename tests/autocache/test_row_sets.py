@@ -257,7 +257,7 @@ def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
         store.write(IDS, stamps[0], rows_of(IDS))
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[1])) as store:
         assert store.find(IDS, stamps).tolist() == [0] * NUM
-        store.trust_others()
+        store.trusts_others = True
         assert store.find(IDS, stamps).tolist() == [1] * NUM
         store.write(IDS[:4], stamps[1], rows_of(IDS[:4], 0.5))
         read = store.read(IDS, stamps)
@@ -265,7 +265,7 @@ def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
         assert torch.equal(read.rows["hidden"][:4], rows_of(IDS[:4], 0.5)["hidden"])
         assert torch.equal(read.rows["hidden"][4:], rows_of(IDS[4:])["hidden"])
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
-        store.trust_others()
+        store.trusts_others = True
         assert store.find(IDS, stamps[:1]).tolist() == [1] * NUM
 
 
