@@ -26,12 +26,6 @@ BESIDE = [
     "experiments/README.md",
     "examples/README.md",
 ]
-TO_BE_SHORTENED = {
-    "docs/adapters-beside.md",
-    "docs/kept-rows.md",
-    "docs/own-loop.md",
-}
-IN_SHORT_SENTENCES = [page for page in PAGES if page not in TO_BE_SHORTENED]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -159,7 +153,7 @@ def sentences(text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.?!:]) ", words)
 
 
-@pytest.mark.parametrize("page", IN_SHORT_SENTENCES)
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_sentences_of_at_most_twenty_words_and_short_lines(page: str) -> None:
     # A generated table is not ours to word.
     text = re.sub(r"<!-- census -->.*?<!-- /census -->", "", read(page), flags=re.DOTALL)
