@@ -25,6 +25,7 @@ from freeze.policies import (
     QuietUpdates,
     Replay,
     Shadow,
+    TimeBudget,
 )
 from freeze.policy import (
     MEASURED_SIGNALS,
@@ -48,7 +49,7 @@ __all__ = [
     "AlphaSchedule", "AutoFreeze", "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy",
     "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear", "MEASURED_SIGNALS",
     "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity", "PolicyError",
-    "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "apply", "as_policy", "checked_decision",
-    "checked_scale", "find_layers", "frozen_since", "named_policy", "note_decision", "read_line",
-    "sealed_line", "sets_rates",
+    "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "apply", "as_policy",
+    "checked_decision", "checked_scale", "find_layers", "frozen_since", "named_policy",
+    "note_decision", "read_line", "sealed_line", "sets_rates",
 ]  # fmt: skip

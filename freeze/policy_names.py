@@ -20,11 +20,12 @@ from freeze.policies import (
     Plasticity,
     QuietUpdates,
     Replay,
+    TimeBudget,
 )
 from freeze.policy import FreezePolicy, NeverFreeze, as_policy
 
 POLICY_HELP = (
-    "none, paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
+    "none, budget[:0.5], paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
     "plasticity[:0.2], cka[:0.2], quiet[:1e-5], freezeout[:0.8], replay:FOLDER or module:policy; "
     "guarded:4,POLICY keeps so many layers from freezing, paced:3,POLICY takes one at a time, "
     "wanted at so many decisions in a row"
@@ -98,6 +99,7 @@ def _optional(build: Callable[..., FreezePolicy], **fixed: Any) -> Callable[[str
 
 _NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
     "none": _never,
+    "budget": _optional(TimeBudget),
     "paper": lambda value: PaperRule(float(Fraction(value))),
     "alpha": lambda value: AlphaSchedule(float(Fraction(value))),
     "schedule": lambda value: FreezeSchedule([_whole(one) for one in value.split(",")]),

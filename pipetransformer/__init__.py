@@ -36,6 +36,7 @@ from freeze import (
     QuietUpdates,
     Replay,
     Shadow,
+    TimeBudget,
 )
 from pipetransformer.checks import Verification
 from pipetransformer.config import (
@@ -73,11 +74,11 @@ __all__ = [
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
     "Replay", "Ring", "Shadow", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",
-    "TensorBoard", "Trace", "TrainConfig", "Trainer", "Verification", "VerificationError",
-    "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup", "fastest_plan",
-    "flatten_sequential", "is_checkpointing", "is_recomputing", "launch", "named_optimizer",
-    "named_schedule", "polynomial_with_warmup", "published_plan", "register_adapter",
-    "restore_batch_norm", "skip",
+    "TensorBoard", "TimeBudget", "Trace", "TrainConfig", "Trainer", "Verification",
+    "VerificationError", "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup",
+    "fastest_plan", "flatten_sequential", "is_checkpointing", "is_recomputing", "launch",
+    "named_optimizer", "named_schedule", "polynomial_with_warmup", "published_plan",
+    "register_adapter", "restore_batch_norm", "skip",
 ]  # fmt: skip
 
 # Not in __all__: who imports all of it may lack a framework.

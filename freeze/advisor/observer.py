@@ -52,6 +52,8 @@ class Observer:
         every_steps: steps between two looks; None looks behind each epoch.
         act: whether to freeze what the policy says.
         layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
+    Attributes:
+        keeps_outputs: whether frozen layers' outputs are cached, as predicted steps count.
     Raises:
         ValueError: every_steps is less than 1, there are no layers, or the policy needs another
             signal, or sets learning rates; later, it lets layers rest.
@@ -76,6 +78,7 @@ class Observer:
                 "one that does not, such as Linear"
             )
         self._every, self.acts, self._given = every_steps, act, layers
+        self.keeps_outputs = False
         self._looks: list[Look] = []
         self._since: tuple[int, ...] = ()
         self._costs: StepCosts | None = None
@@ -266,7 +269,9 @@ class Observer:
     def _predicted_s(self, num_frozen: int) -> float:
         if self._costs is None:
             raise ValueError("no step has been timed yet; look later, with a larger every_steps")
-        return self._costs.step_s * (1 - self._costs.saved_share(num_frozen, cached=False))
+        return self._costs.step_s * (
+            1 - self._costs.saved_share(num_frozen, cached=self.keeps_outputs)
+        )
 
     def _begin_interval(self) -> None:
         assert self._model is not None

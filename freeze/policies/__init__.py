@@ -1,6 +1,7 @@
 """The policies that come with the project.
 
 made beforehand:   FreezeSchedule, AlphaSchedule, Linear, FreezeOut, Replay
+from step times:    TimeBudget
 from gradients:    PaperRule, AutoFreeze
 from weights:      QuietUpdates
 from activations:  Plasticity
@@ -14,9 +15,10 @@ from freeze.policies.paper_rule import PaperRule
 from freeze.policies.plasticity import Plasticity
 from freeze.policies.quiet_updates import QuietUpdates
 from freeze.policies.replay import Replay
+from freeze.policies.time_budget import TimeBudget
 from freeze.policies.wrappers import Guarded, Shadow
 
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "FreezeOut", "FreezeSchedule", "Guarded", "Linear",
-    "PaperRule", "Plasticity", "QuietUpdates", "Replay", "Shadow", "metric_sign",
+    "PaperRule", "Plasticity", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "metric_sign",
 ]  # fmt: skip

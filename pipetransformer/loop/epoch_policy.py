@@ -26,6 +26,7 @@ class EpochPolicy(Observer):
         self, policy: FreezePolicy | PolicyFunction, optimizer: Optimizer, num_epochs: int
     ) -> None:
         super().__init__(policy, every_steps=sys.maxsize, act=True)
+        self.keeps_outputs = True
         self._optimizer, self._num_epochs = optimizer, num_epochs
         self._rows: ServedRows | None = None
         self._step, self._owes_end = 0, False

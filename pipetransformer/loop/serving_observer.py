@@ -55,6 +55,7 @@ class ServingObserver(Observer):
                 "effect; leave that out"
             )
         super().__init__(policy_of(freeze), every_steps=every_steps, act=True, layers=layers)
+        self.keeps_outputs = cache
         self._caches, self._settings = cache, settings
         self._rows: ServedRows | None = None
         self._swap = ExitStack()

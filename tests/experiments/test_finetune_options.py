@@ -26,7 +26,7 @@ def test_policies_go_by_name(text: str, kind: type) -> None:
 
 @pytest.mark.parametrize("text", ["paper", "schedule:a", "nowhere:policy", "freeze:Nobody"])
 def test_what_names_no_policy_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="give none, paper:1/3, alpha:1/3"):
+    with pytest.raises(ValueError, match=r"give none, budget\[:0.5\], paper:1/3"):
         policy_of(text, None)
 
 

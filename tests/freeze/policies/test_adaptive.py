@@ -292,7 +292,9 @@ def test_a_paced_policy_freezes_a_layer_at_a_time() -> None:
     ],
 )
 def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"names no freeze policy .*; give none, paper:1/3"):
+    with pytest.raises(
+        ValueError, match=r"names no freeze policy .*; give none, budget\[:0.5\], paper:1/3"
+    ):
         named_policy(text)
 
 
