@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo donor test test-all test-cuda wheel-test soak lint docs bench wheel release clean
+.PHONY: help setup demo test test-all test-cuda wheel-test soak lint docs bench wheel release clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -36,10 +36,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@touch $@
 
 demo: setup ## Train on real digits, elastically and in a fixed pipeline; results in runs/demo/
-	$(BIN)/python -m experiments.demo
-
-donor: setup ## Reproduce the pretrained weights that the demo starts from
-	$(BIN)/python -m experiments.donor
+	$(BIN)/pipetransformer demo
 
 test: setup ## Run the tests, without the slow ones
 	@# Most tests keep one core busy, so that two go on side by side.

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from autopipe.plan import PipelinePlan, predict
-from experiments.digits import build_model, load_digits_split
 from pipetransformer import PlanSituation, Trainer, launch
+from pipetransformer.demo import build_model, load_digits_split
 
 NUM_STEPS = 20
 

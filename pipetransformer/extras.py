@@ -16,13 +16,16 @@ _EXTRAS = {
 """Extras by package, as in setup.cfg."""
 
 
-def require(package: str, *, purpose: str) -> None:
+def require(package: str, *, purpose: str, extra: str | None = None) -> None:
     """Check that an optional package is installed, without importing it.
 
+    Args:
+        extra: that is named instead of the package's own.
     Raises:
         ImportError: it is not; the message tells its purpose, and how to install it.
     """
     if find_spec(package) is None:
         raise ImportError(
-            f"{purpose} needs the package {package}; install pipetransformer[{_EXTRAS[package]}]"
+            f"{purpose} needs the package {package}; install "
+            f"pipetransformer[{extra or _EXTRAS[package]}]"
         )

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from experiments.digits import build_model, load_digits_split
 from experiments.tasks.image_files import ImageTree
 from pipetransformer import FreezeSchedule, Trainer, adamw, cosine_with_warmup
+from pipetransformer.demo import build_model, load_digits_split
 from pipetransformer.feed import SizedDataset
 
 _LOGGER = logging.getLogger(__name__)

@@ -23,13 +23,13 @@ import torch
 
 from autopipe.pipedream import trimmed
 from autopipe.profile import read_graph
-from experiments.digits import load_digits_split
 from experiments.finetune.series import markdown
 from experiments.pipedream import drawn, trained
 from experiments.pipedream.clusters import CLUSTERS, PUBLISHED
 from experiments.pipedream.networks import NETWORKS
 from experiments.pipedream.simulated import predict
 from experiments.pipedream.ways import Setting
+from pipetransformer.demo import load_digits_split
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

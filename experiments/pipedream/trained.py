@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from experiments.digits import load_digits_split
 from experiments.finetune.series import markdown
 from experiments.pipedream.networks import build
 from experiments.pipedream.ways import CHOICE, Setting, Way, ways
+from pipetransformer.demo import load_digits_split
 from pipetransformer.report import new_figure, open_frame
 
 DATA_PARALLEL = "data parallel"

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipetransformer import __version__
 from pipetransformer.checkpoint import add_export_parser
 from pipetransformer.cli.cache_command import add_cache_parser
+from pipetransformer.cli.demo_command import add_demo_parser
 from pipetransformer.cli.plan_command import add_plan_parser
 from pipetransformer.cli.score import add_score_parser
 from pipetransformer.cli.verify_command import add_verify_parser
@@ -64,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_cache_parser(
         commands.add_parser("cache", help="list, check or remove rows that runs have kept")
+    )
+    add_demo_parser(
+        commands.add_parser("demo", help="fine-tune a small ViT, frozen and not, in four minutes")
     )
     options = parser.parse_args(arguments)
     try:

@@ -83,6 +83,19 @@ def test_a_plan_names_the_extra_of_its_model_or_picture(
     )
 
 
+@pytest.mark.parametrize("package", ["timm", "sklearn", "matplotlib"])
+def test_the_demo_names_its_extra_before_it_begins(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+) -> None:
+    hide(monkeypatch, package)
+    text = refused(capsys, "demo", "--folder", str(tmp_path / "demo"))
+    assert text.endswith(f"needs the package {package}; install pipetransformer[demo]")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_transformers_interface_names_its_extra(
     monkeypatch: pytest.MonkeyPatch, package: str

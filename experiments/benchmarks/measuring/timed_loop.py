@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,17 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from autodp import EpochSampler, shuffled
-from experiments.benchmarks.measuring.rounds import num_cores, seconds_of
-from experiments.digits import build_model, load_digits_split
 from pipetransformer import adamw
 from pipetransformer.config import CollateFunction
+from pipetransformer.demo import build_model, load_digits_split
 from pipetransformer.feed import SizedDataset
 from pipetransformer.model import adapt
 
 BATCH_SIZE = 32
 NUM_SAMPLES = 37 * BATCH_SIZE
-_NUM_TIMED = 20
-"""Steps whose median is taken, at each number of frozen layers."""
 SENTENCE_LENGTH, LONGEST_SENTENCE = 32, 128
 """Tokens of all sentences, and of the longest where each batch is padded to its own."""
 
@@ -121,7 +116,7 @@ def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
     return RivalTask(
         "ViT on digits",
         12,
-        partial(build_model, 10, seed=0),
+        partial(build_model, 10, seed=0, width=192),
         TensorDataset(*(tensor[:num_samples] for tensor in train.tensors)),
         classes_loss,
     )
@@ -221,31 +216,6 @@ class _TrainersOrder(Iterable[list[int]]):
         for epoch in itertools.count():
             for first in range(0, num, size):
                 yield sampler.global_batch(epoch, first, size).tolist()
-
-
-def plain_seconds(
-    frozen_by_step: Sequence[int], *, device: str = "cpu", max_grad_norm: float | None = None
-) -> float:
-    """Extrapolate what a plain loop on all cores, or one GPU, takes for the demo's steps.
-
-    Args:
-        frozen_by_step: layers frozen in every step.
-        device: where it trains.
-        max_grad_norm: as of the loop.
-    """
-    before, total_s = torch.get_num_threads(), 0.0
-    torch.set_num_threads(num_cores())
-    try:
-        task = digits_task()
-        loop = TimedLoop(task, learning_rate=1e-3, max_grad_norm=max_grad_norm, device=device)
-        for frozen, number in sorted(Counter(frozen_by_step).items()):
-            loop.freeze(frozen)
-            loop.step()
-            times_s = [seconds_of(loop.step) for _ in range(_NUM_TIMED)]
-            total_s += number * statistics.median(times_s)
-    finally:
-        torch.set_num_threads(before)
-    return total_s
 
 
 def _build_minilm(folder: str | None) -> nn.Module:

@@ -1,36 +1,50 @@
-"""Build the demo's ViT, and load scikit-learn's scans of digits."""
+"""Build the demo's ViT, and load scikit-learn's scans of digits, which come with its package."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from pipetransformer.demo.settings import BATCH_SIZE, NUM_BLOCKS, NUM_PATCHES, DemoSettings
 
-def build_model(num_classes: int, seed: int) -> nn.Module:
-    """Build the ViT: 32 x 32 pixels, patch 8, width 192, 12 blocks, mean pooling."""
+
+def build_model(num_classes: int, seed: int, *, width: int = 96) -> nn.Module:
+    """Build the ViT: 32 x 32 pixels, patch 8, 12 blocks, mean pooling."""
     # timm takes seconds to import, and only those who build the model need it.
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(seed)
+    side = 32
     return VisionTransformer(
-        img_size=32,
-        patch_size=8,
+        img_size=side,
+        patch_size=side // math.isqrt(NUM_PATCHES),
         in_chans=1,
         num_classes=num_classes,
-        embed_dim=192,
-        depth=12,
+        embed_dim=width,
+        depth=NUM_BLOCKS,
         num_heads=3,
         global_pool="avg",
         class_token=False,
     )
 
 
+def fine_tuned(settings: DemoSettings) -> nn.Module:
+    """Build what all runs begin with: the donor's blocks, and a new head for ten digits."""
+    model = build_model(10, settings.seed)
+    model.load_state_dict(safetensors.torch.load_file(settings.donor), strict=False)
+    return model
+
+
 def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, TensorDataset]:
     """Load scikit-learn's scans as (N, 1, 32, 32) float32 images and int64 labels.
 
-    The split is stratified and fixed. With all ten classes 1,197 train and 600 test.
+    The split is stratified and fixed. With all ten classes 1,184 train, whole batches, and 600
+    test.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -47,4 +61,6 @@ def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, Tensor
         chosen = torch.tensor([i for i in sorted(index.tolist()) if labels[i] in classes])
         return TensorDataset(pixels[chosen], targets[chosen])
 
-    return subset(train), subset(test)
+    train, test = subset(train), subset(test)
+    whole = len(train) - len(train) % BATCH_SIZE
+    return TensorDataset(*train[:whole]), test

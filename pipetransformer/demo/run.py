@@ -1,0 +1,83 @@
+"""Run the demo: fine-tune a ViT on real scans, elastically and in other ways, and compare.
+
+donor      12 blocks trained on the digits 0-4; made once, kept beside the folder
+unfrozen   fine-tuned on 0-9, nothing frozen, in a pipeline of two
+torch      layers freeze, in torch.distributed.pipelining
+elastic    layers freeze, the pipeline becomes two replicas, frozen layers' outputs are cached
+plain      layers freeze in a loop by hand, without the memory limit
+
+Of the first three each process may hold half of the model, not all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from pipetransformer.checkpoint import LOCK_FILE, lock_folder
+from pipetransformer.demo.by_hand import train_by_hand
+from pipetransformer.demo.results import Result, told
+from pipetransformer.demo.settings import NUM_SLOTS, RUNS, DemoSettings
+from pipetransformer.demo.trained_here import train_donor, train_here
+from pipetransformer.extras import require
+from pipetransformer.processes import launch
+from pipetransformer.report import RECORDS_FILE, draw_report, read_records, write_page
+
+_PACKAGES = {"timm": "its model", "sklearn": "its scans", "matplotlib": "its picture"}
+
+
+def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
+    """Train the donor if it is not there, then all runs; show and keep what they came to.
+
+    Args:
+        settings: from the command line.
+        say: shows a line to the person watching.
+    Raises:
+        ImportError: a package of the extra `demo` is missing.
+        ValueError: a run trains in the folder.
+        WorkerFailedError: a run failed.
+    """
+    for package, purpose in _PACKAGES.items():
+        require(package, purpose=f"the demo, for {purpose},", extra="demo")
+    clear_folder(Path(settings.folder))
+    if not settings.donor.exists():
+        say(f"donor: 12 blocks learn the digits 0-4, kept in {settings.donor}")
+        launch(train_donor, (settings,), num_slots=NUM_SLOTS)
+    for name, run in RUNS.items():
+        say(f"\n{name}: {run.title}, digits 0-9, {settings.epochs} epochs")
+        cores = 1 if run.num_slots > 1 else len(os.sched_getaffinity(0))
+        entry = train_here if name in ("unfrozen", "elastic") else train_by_hand
+        launch(entry, (settings, name), num_slots=run.num_slots, cores_per_slot=cores)
+    say(f"\n{write_results(settings)}")
+
+
+def write_results(settings: DemoSettings) -> str:
+    """Write summary.json, report.png and report.html into the folder; return what they say."""
+    folder = Path(settings.folder)
+    results = {name: Result.read(settings.folder_of(name)) for name in RUNS}
+    summary = {name: asdict(result) for name, result in results.items()}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    records = {
+        RUNS[name].title: read_records(settings.folder_of(name) / RECORDS_FILE)
+        for name in ("unfrozen", "elastic")
+    }
+    draw_report(records, folder / "report.png")
+    write_page(folder)
+    return f"{told(results)}\n\n{folder}: report.html, report.png, summary.json, model.safetensors"
+
+
+def clear_folder(folder: Path) -> None:
+    """Delete what a folder holds; a ValueError if a run trains in it or in one just below."""
+    with ExitStack() as locks:
+        for locked in (folder, *(path.parent for path in folder.glob(f"*/{LOCK_FILE}"))):
+            locks.enter_context(lock_folder(locked))
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK_FILE:
+                path.unlink()
