@@ -160,9 +160,12 @@ class FreezePolicy(ABC):
 
     Attributes:
         signals: fields of `LayerStats` that must be measured for it; others may be None.
+        interval_share: share of a Trainer's run between decisions, where no interval is set; None
+            decides once an epoch.
     """
 
     signals: frozenset[str] = frozenset()
+    interval_share: float | None = None
     # Names of the attributes, without underscore, that make up the state.
     _remembered: tuple[str, ...] = ()
 

@@ -141,7 +141,7 @@ class Trainer:
         # All up to `_join_world` refuses without the other processes, before they meet.
         check_callbacks(settings.get("callbacks"))
         policy = named_policy(freeze) if isinstance(freeze, str) else as_policy(freeze)
-        self.config = config = make_config(settings)
+        self.config = config = make_config(settings).deciding_every(policy.interval_share)
         check_dataset(train_dataset, "train_dataset")
         read = partial(
             first_samples,

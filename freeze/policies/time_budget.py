@@ -28,6 +28,8 @@ class TimeBudget(FreezePolicy):
     Source: ours; `experiments/results/when_it_pays` has what it was compared with.
     """
 
+    interval_share = 0.02  # It misses a budget by what it is asked too late.
+
     def __init__(self, share: float = 0.5, *, active: float = 1 / 6) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"share is {share}; give a share of the time, above 0 and up to 1")

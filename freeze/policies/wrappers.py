@@ -22,6 +22,7 @@ class _Around(FreezePolicy):
     def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
         self._policy = as_policy(policy)
         self.signals = self._policy.signals
+        self.interval_share = self._policy.interval_share
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -175,7 +175,8 @@ class TrainConfig:
     # Freezing
 
     freeze_interval_steps: Annotated[int | None, rules.COUNT] = None
-    """Steps between two decisions; None decides by epochs. At most one interval may be set."""
+    """Steps between two decisions; None decides by epochs, or as often as the policy asks to. At
+    most one interval may be set."""
     freeze_interval_epochs: Annotated[int, rules.COUNT] = 1
     """Epochs between two decisions, each at an epoch's start."""
     freeze_interval_share: Annotated[float | None, rules.SHARE] = None
@@ -365,6 +366,13 @@ class TrainConfig:
     def saves(self) -> bool:
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
+    def deciding_every(self, share: float | None) -> TrainConfig:
+        """Return the settings with a policy's own interval where none is set; None changes
+        nothing.
+        """
+        is_set = any(is_given for _, is_given in _intervals(self))
+        return self if share is None or is_set else replace(self, freeze_interval_share=share)
+
     def plain(self) -> dict[str, Any]:
         """Return by name the settings that are one value; a function is its name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -430,6 +438,15 @@ def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
     return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)
 
 
+def _intervals(config: TrainConfig) -> list[tuple[str, bool]]:
+    """Name the settings that say when a policy decides, and whether each is given."""
+    return [
+        ("freeze_interval_steps", config.freeze_interval_steps is not None),
+        ("freeze_interval_epochs", config.freeze_interval_epochs != 1),
+        ("freeze_interval_share", config.freeze_interval_share is not None),
+    ]
+
+
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     """Yield what is wrong with settings that are each allowed, the first first."""
     if config.sample_order is not None and config.group_by_length:
@@ -442,13 +459,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
             "itself how the rate begins; give one of them, or a schedule's name"
         )
-    intervals = {
-        "freeze_interval_steps": config.freeze_interval_steps is not None,
-        "freeze_interval_epochs": config.freeze_interval_epochs != 1,
-        "freeze_interval_share": config.freeze_interval_share is not None,
-    }
-    if sum(intervals.values()) > 1:
-        given = " and ".join(name for name, is_given in intervals.items() if is_given)
+    given = " and ".join(name for name, is_given in _intervals(config) if is_given)
+    if " and " in given:
         yield f"{given} are given, which each say when to decide; give one of them"
     yield from _in_keeping_rows(config)
     if config.folder is None and (config.saves or config.resume):

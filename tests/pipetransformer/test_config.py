@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from autopipe.loss import Loss, choose_loss
-from pipetransformer import LayeredModel, Trainer
+from freeze import FreezePolicy, Guarded, Linear, TimeBudget
+from pipetransformer import LayeredModel, Trainer, adamw
 from pipetransformer.checks.model_checks import refuse_model
 from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig, make_config
@@ -337,3 +338,17 @@ def test_a_wait_within_a_step_is_limited_as_set_or_by_twenty_steps_and_a_minute(
     assert config.step_limit_s(predicted_s) == limit_s
     # A rank may compile within a step, while the others wait.
     assert dataclasses.replace(config, compile=True).step_limit_s(predicted_s) == limit_s + 600.0
+
+
+def test_a_policy_s_own_interval_holds_where_none_is_set() -> None:
+    def share_of(freeze: FreezePolicy, **settings: Any) -> float | None:
+        given = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw(1e-3), "freeze": freeze}
+        with Trainer(tiny_model(), tiny_data(), **given, **settings) as trainer:
+            return trainer.config.freeze_interval_share
+
+    assert share_of(TimeBudget(0.5)) == 0.02
+    assert share_of(Guarded(TimeBudget(0.5))) == 0.02
+    assert share_of(TimeBudget(0.5), freeze_interval_share=0.1) == 0.1
+    assert share_of(TimeBudget(0.5), freeze_interval_steps=3) is None
+    assert share_of(TimeBudget(0.5), epochs=4, freeze_interval_epochs=2) is None
+    assert share_of(Linear()) is None
