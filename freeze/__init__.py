@@ -11,6 +11,7 @@ Only a contiguous prefix freezes: `num_frozen` = f freezes layers 0..f-1, 0 <= f
 loop, and says what could freeze.
 """
 
+from freeze.freeze_choice import FreezeChoice, chosen_policy
 from freeze.in_place import apply, find_layers
 from freeze.journal_lines import JOURNAL_FILE, note_decision, read_line, sealed_line
 from freeze.policies import (
@@ -46,10 +47,10 @@ from freeze.policy import (
 from freeze.policy_names import POLICY_HELP, named_policy
 
 __all__ = [
-    "AlphaSchedule", "AutoFreeze", "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy",
-    "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear", "MEASURED_SIGNALS",
-    "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity", "PolicyError",
-    "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "apply", "as_policy",
-    "checked_decision", "checked_scale", "find_layers", "frozen_since", "named_policy",
-    "note_decision", "read_line", "sealed_line", "sets_rates",
+    "AlphaSchedule", "AutoFreeze", "FreezeChoice", "FreezeContext", "FreezeDecision", "FreezeOut",
+    "FreezePolicy", "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear",
+    "MEASURED_SIGNALS", "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity",
+    "PolicyError", "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "apply",
+    "as_policy", "checked_decision", "checked_scale", "chosen_policy", "find_layers",
+    "frozen_since", "named_policy", "note_decision", "read_line", "sealed_line", "sets_rates",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from autodp import gather_json
 from autopipe.loss import LossFunction
 from autopipe.plan import PlanRequest
 from autopipe.trace import Span, Trace
-from freeze import FreezePolicy, NeverFreeze, PolicyFunction, as_policy, named_policy
+from freeze import FreezeChoice, NeverFreeze, as_policy, chosen_policy
 from pipetransformer.checkpoint import (
     DescribedModel,
     Part,
@@ -118,8 +118,8 @@ class Trainer:
         loss_fn: (output, targets) -> a 0-dim mean over the samples, or (sum, count).
         optimizer: builds an optimizer over a list of (name, parameter); None is AdamW at a
             rate of 1e-3, `adamw()`.
-        freeze: a FreezePolicy, a function of a FreezeContext, or a policy's name such as
-            "schedule:0,2,4", as commands take it; None freezes nothing.
+        freeze: a number of layers, or one for each epoch; a FreezePolicy, a function of a
+            FreezeContext, or a policy's name, as commands take it. None freezes nothing.
         settings: the fields of `TrainConfig`.
     Raises:
         TypeError, ValueError: before anything is started: an unknown setting, a model no adapter
@@ -135,12 +135,14 @@ class Trainer:
         eval_dataset: SizedDataset | None = None,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
-        freeze: FreezePolicy | PolicyFunction | str | None = None,
+        freeze: FreezeChoice | None = None,
         **settings: Any,
     ) -> None:
         # All up to `_join_world` refuses without the other processes, before they meet.
         check_callbacks(settings.get("callbacks"))
-        policy = named_policy(freeze) if isinstance(freeze, str) else as_policy(freeze)
+        policy = as_policy(
+            chosen_policy(freeze) if isinstance(freeze, (int, Sequence)) else freeze
+        )
         self.config = config = make_config(settings).deciding_every(policy.interval_share)
         check_dataset(train_dataset, "train_dataset")
         read = partial(

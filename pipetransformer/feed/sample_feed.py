@@ -166,13 +166,14 @@ class SampleFeed:
         if self._world.is_main:
             _LOGGER.warning(
                 "no cache: collate_fn gives samples other values together than one by one (it "
-                "mixes those of a batch); the frozen prefix is computed at every step. "
-                "cache=False says that none are to be kept, eval_collate_fn= how evaluations' "
-                "batches are made"
+                "mixes those of a batch); the frozen prefix is computed at every step. The "
+                "Trainer's cache=False says that none are to be kept, its eval_collate_fn= how "
+                "evaluations' batches are made"
                 if mix
                 else "no cache: the training set gives other values each time a sample is read "
-                "(random augmentation); the frozen prefix is computed at every step. cache_views= "
-                "keeps a few fixed views of each sample, cache=False says that none are to be kept"
+                "(random augmentation); the frozen prefix is computed at every step. The "
+                "Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
+                "says that none are to be kept"
             )
 
     def most_bytes(self, profile: Profile, measured: Batch) -> int:

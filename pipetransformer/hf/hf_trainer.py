@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import EvalPrediction, TrainOutput, speed_metrics
 
 from autopipe.loss import Loss, choose_loss
-from freeze import FreezePolicy, PolicyFunction
+from freeze import FreezeChoice
 from pipetransformer.checkpoint import BEST_FOLDER, CHECKPOINTS, holds_checkpoint, published
 from pipetransformer.feed import SizedDataset, check_dataset, first_samples
 from pipetransformer.hf.callback_bridge import CallbackBridge
@@ -77,7 +77,7 @@ class HFTrainer(Evaluations):
         optimizers: (None, None), as optimizers here are built over parts of a model.
         preprocess_logits_for_metrics: (logits, labels) of a batch -> what is kept of them.
         optimizer_cls_and_kwargs: the optimizer's class and keywords; None is args.optim.
-        freeze: a FreezePolicy or a function of a FreezeContext; None freezes nothing.
+        freeze: as the Trainer's; None freezes nothing.
         save_pretrained_checkpoints: beside each checkpoint, write output_dir/checkpoint-STEP for
             `from_pretrained`; meanwhile training waits.
         settings: further fields of `TrainConfig`, and `loss_fn`; they win over args.
@@ -105,7 +105,7 @@ class HFTrainer(Evaluations):
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Tensor] | None = None,
         *,
-        freeze: FreezePolicy | PolicyFunction | str | None = None,
+        freeze: FreezeChoice | None = None,
         save_pretrained_checkpoints: bool = False,
         **settings: Any,
     ) -> None:

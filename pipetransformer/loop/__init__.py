@@ -4,7 +4,6 @@ cached_loop: an own loop, epoch by epoch ──┬─► served_rows: the feed, 
   └─► epoch_policy: asks a policy           │     ├─► loaders: have a loader give indices
 callbacks of transformers and Lightning     │     ├─► served_blocks: start above frozen blocks
   └─► serving_observer: what they share ────┘     └─► given_batch: is it the batch that was given?
-freeze_choice: what may be said of freezing
 """
 
 from __future__ import annotations

@@ -23,9 +23,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from autocache import CacheStats
-from freeze import FreezePolicy, FreezeSchedule, PolicyFunction, as_policy
+from freeze import (
+    FreezeChoice,
+    FreezePolicy,
+    FreezeSchedule,
+    PolicyFunction,
+    as_policy,
+    chosen_policy,
+)
 from pipetransformer.loop.epoch_policy import EpochPolicy
-from pipetransformer.loop.freeze_choice import FreezeChoice, policy_of
 from pipetransformer.loop.served_rows import ServedRows, check_settings
 from pipetransformer.model import refuse_wrapper
 
@@ -57,7 +63,7 @@ def attach(
     """
     check_settings(settings)
     refuse_wrapper(model)
-    policy = policy_of(freeze)
+    policy = chosen_policy(freeze)
     if isinstance(policy, FreezeSchedule):
         return CachedLoop(model, policy.at, settings)
     return CachedLoop(model, _watching(policy, optimizer, num_epochs), settings)

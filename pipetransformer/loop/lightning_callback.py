@@ -11,8 +11,8 @@ from lightning.fabric.utilities.data import sized_len
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from freeze import FreezeChoice
 from freeze.advisor import LightningFreezeAdvisor, learning_rates
-from pipetransformer.loop.freeze_choice import FreezeChoice
 from pipetransformer.loop.loaders import base_of
 from pipetransformer.loop.serving_observer import ServingObserver
 

@@ -19,8 +19,8 @@ from torch import distributed as dist
 from torch import nn
 
 from autocache import CacheStats
+from freeze import FreezeChoice, chosen_policy
 from freeze.advisor import Observer
-from pipetransformer.loop.freeze_choice import FreezeChoice, policy_of
 from pipetransformer.loop.served_rows import ServedRows, check_settings
 
 
@@ -54,7 +54,7 @@ class ServingObserver(Observer):
                 f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
                 "effect; leave that out"
             )
-        super().__init__(policy_of(freeze), every_steps=every_steps, act=True, layers=layers)
+        super().__init__(chosen_policy(freeze), every_steps=every_steps, act=True, layers=layers)
         self.keeps_outputs = cache
         self._caches, self._settings = cache, settings
         self._rows: ServedRows | None = None

@@ -291,7 +291,7 @@ def with_batch_norm() -> nn.Sequential:
         ({"train_dataset": Stream()}, TypeError, r"train_dataset \(Stream\) has no length"),
         ({"train_dataset": []}, ValueError, "train_dataset is empty"),
         ({"eval_dataset": Stream()}, TypeError, r"eval_dataset \(Stream\) has no length"),
-        ({"freeze": 3}, TypeError, "policy"),
+        ({"freeze": 3.5}, TypeError, "policy"),
     ],
     ids=str,
 )
@@ -352,3 +352,18 @@ def test_a_policy_s_own_interval_holds_where_none_is_set() -> None:
     assert share_of(TimeBudget(0.5), freeze_interval_steps=3) is None
     assert share_of(TimeBudget(0.5), epochs=4, freeze_interval_epochs=2) is None
     assert share_of(Linear()) is None
+
+
+@pytest.mark.parametrize("freeze", [1, [1], (0, 1), "schedule:0,1"])
+def test_layers_to_freeze_may_be_given_as_numbers(freeze: Any) -> None:
+    with Trainer(
+        tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), freeze=freeze, epochs=2
+    ) as trainer:
+        trainer.fit()
+        assert trainer.decision.num_frozen == 1
+
+
+@pytest.mark.parametrize("freeze", [-1, [0, "2"], True, "often"])
+def test_what_says_nothing_of_freezing_is_refused(freeze: Any) -> None:
+    with pytest.raises(ValueError, match="give a number of blocks, or one for each epoch"):
+        Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), freeze=freeze)

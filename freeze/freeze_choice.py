@@ -1,23 +1,19 @@
-"""Turn what a loop is told of freezing into a policy."""
+"""Turn what may be said of freezing into a policy: a number, numbers by epoch, a name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from freeze import (
-    POLICY_HELP,
-    FreezePolicy,
-    FreezeSchedule,
-    PolicyFunction,
-    named_policy,
-)
+from freeze.policies import FreezeSchedule
+from freeze.policy import FreezePolicy, PolicyFunction
+from freeze.policy_names import POLICY_HELP, named_policy
 
 FreezeChoice: TypeAlias = int | Sequence[int] | str | FreezePolicy | PolicyFunction
 """A number of blocks, one for each epoch, a policy's name, a policy, or a function."""
 
 
-def policy_of(freeze: FreezeChoice) -> FreezePolicy | PolicyFunction:
+def chosen_policy(freeze: FreezeChoice) -> FreezePolicy | PolicyFunction:
     """Return the policy that was chosen, or a function that is one.
 
     Raises:
