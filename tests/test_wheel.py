@@ -98,13 +98,17 @@ def test_without_extras_the_library_imports_and_its_command_explains_itself(
     assert "plan" in said and "report" in said
 
 
-def test_with_the_extra_it_names_the_readme_s_first_program_runs(installed: Installed) -> None:
-    (extra,) = re.findall(r"'\.\[(\w+)\]'` for BERT", (ROOT / "README.md").read_text())
-    installed.install(extra)
+def test_with_the_extras_it_names_the_readme_s_first_program_runs(installed: Installed) -> None:
+    (extras,) = re.findall(r"`pip install '\.\[([\w,]+)\]'`", (ROOT / "README.md").read_text())
+    installed.install(*extras.split(","))
     (installed.elsewhere / "train.py").write_text(programs("README.md")[0])
     hub = shutil.copy(tiny_hub.__file__, installed.elsewhere)
-    installed.run("python", hub, "train.py")
-    assert {path.name for path in (installed.elsewhere / "runs" / "sst2").iterdir()} >= {
-        "config.json",
-        "model.safetensors",
-    }
+    assert "'accuracy': " in installed.run("python", hub, "train.py")
+
+
+def test_with_its_extra_the_demo_runs(installed: Installed) -> None:
+    installed.install("demo")
+    said = installed.run("pipetransformer", "demo", "--epochs", "1", "--folder", "runs/demo")
+    assert said.count("layers freeze, elastic") == 2
+    written = {path.name for path in (installed.elsewhere / "runs" / "demo").iterdir()}
+    assert written >= {"report.html", "report.png", "summary.json", "model.safetensors"}

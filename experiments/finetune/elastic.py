@@ -14,6 +14,7 @@ from experiments.finetune.usage import as_usage
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
 from pipetransformer.cli import Place, answers_text, find_plan
+from pipetransformer.demo import HeldUp
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
     checkpoint_every = 0 if options.plan_only else options.checkpoint_every_epochs
     return {
         "epochs": options.num_train_epochs,
+        "max_steps": options.max_steps,
         "global_batch_size": options.global_batch_size,
         "learning_rate_schedule": options.lr_scheduler_type,
         "warmup": options.warmup,
@@ -110,7 +112,8 @@ def train(options: RunOptions, workload: Workload) -> None:
             say_plans(options, workload, trainer)
             return
         start = time.perf_counter()
-        report = trainer.fit()
+        with HeldUp() as held_up:
+            report = trainer.fit()
         seconds = time.perf_counter() - start
         found = {"": trainer.predict(workload.eval_dataset)}
         metrics = dict(found[""].metrics)
@@ -130,6 +133,7 @@ def train(options: RunOptions, workload: Workload) -> None:
                     "kept_bytes": report.cache_bytes,
                     "transitions": report.transitions,
                     "processes": trainer.world.size,
+                    "held_up": held_up.share,
                 },
             )
             write_outcome(options, workload, outcome, found)

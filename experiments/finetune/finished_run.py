@@ -49,6 +49,11 @@ class FinishedRun:
         """Return the seconds of training, with those before the first step."""
         return self.before_s + self.train_s
 
+    @property
+    def own_s(self) -> float:
+        """Return the seconds of training in which no other program had its core."""
+        return self.whole_s * (1 - (self.summary["details"].get("held_up") or 0.0))
+
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return its records, of ours or of a rival, without what a resume has discarded."""

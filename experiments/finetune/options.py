@@ -47,6 +47,7 @@ class RunOptions:
     output_dir: str = field(metadata={"help": "where the results go; a new folder"})
     recipe: str | None = option(None, "a TOML file, or the name of one in experiments/recipes")
     num_train_epochs: int = option(3, "passes over the training set")
+    max_steps: int | None = option(None, "of the run, which then may end within an epoch")
     global_batch_size: int = option(32, "samples of an update, over all processes")
     learning_rate: float = option(5e-5, "of AdamW, at its highest")
     lora_learning_rate: float | None = option(None, "of the rival lora; else 10 times it")
@@ -199,7 +200,8 @@ def check_least(options: Any, least: float, *names: str) -> None:
 
 def _check_values(options: RunOptions) -> None:
     """Refuse here what else would be refused behind the data, or not at all."""
-    check_least(options, 1, "num_train_epochs", "global_batch_size", "processes", "patience")
+    check_least(options, 1, "num_train_epochs", "max_steps", "global_batch_size", "patience")
+    check_least(options, 1, "processes")
     check_least(options, 0, "max_grad_norm", "weight_decay", "warmup_steps", "static_layers")
     check_least(options, 0, "evaluate_every_epochs", "checkpoint_every_epochs")
     check_least(options, 0, "dataloader_num_workers")

@@ -105,7 +105,7 @@ class Series:
         command = [sys.executable, "-m", f"experiments.{self.script}", *arguments]
         command += ["--output_dir", str(folder)]
         print(f"seed {seed}, {variant}", flush=True)
-        log = folder.with_suffix(".log")
+        log = folder.parent / f"{folder.name}.log"  # A name may hold a point.
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)

@@ -46,6 +46,7 @@ from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
 from pipetransformer.checkpoint import write_model_folder
+from pipetransformer.demo import HeldUp
 from pipetransformer.feed import read_lengths
 from pipetransformer.model import decay_by_layer
 from pipetransformer.processes import World, connect
@@ -71,7 +72,9 @@ def train(options: RunOptions, workload: Workload) -> None:
     try:
         with as_usage():
             loop = PlainLoop(options, workload, world)
-        outcome, found = loop.run()
+        with HeldUp() as held_up:
+            outcome, found = loop.run()
+        outcome.details["held_up"] = held_up.share
         if world.is_main:
             folder = Path(options.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +107,8 @@ class PlainLoop:
             options.lr_scheduler_type, warmup=options.warmup, learning_rate=max(self.rates)
         )
         self.steps_per_epoch = -(-len(workload.train_dataset) // options.global_batch_size)
-        self.max_steps = self.steps_per_epoch * options.num_train_epochs
+        of_epochs = self.steps_per_epoch * options.num_train_epochs
+        self.max_steps = min(of_epochs, options.max_steps or of_epochs)
         self._refuse_depths()
         self.log: list[dict[str, Any]] = []
         self.step, self.train_s, self.earlier_s = 0, 0.0, 0.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from experiments import bert, compare, compare_policies, vit
+from experiments import bert, compare, compare_policies, vit, when_it_pays
 from experiments.ablation import __main__ as ablation_main
 from experiments.finetune.options import RunOptions, check, parse
 from experiments.finetune.series import Series
@@ -29,6 +29,7 @@ SERIES: dict[str, Any] = {
     "compare": compare.main,
     "compare_policies": compare_policies.main,
     "ablation": ablation_main.main,
+    "when_it_pays": when_it_pays.main,
 }
 NOTES = """#!/bin/bash
 printf '%s\\0' "$@" > "$NOTED/$$"
@@ -67,7 +68,7 @@ def leave_a_run(folder: Path) -> None:
     records.append({"kind": "evaluation", "step": 1, **marks})
     (folder / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     metric = "accuracy" if "cifar10" in str(folder) else "f1"
-    summary = {"metric": metric, "metrics": marks, "train_s": 1.0, "details": {}}
+    summary = {"metric": metric, "metrics": marks, "train_s": 1.0, "steps": 10, "details": {}}
     (folder / "summary.json").write_text(json.dumps(summary))
     entry = {"step": 0, "decision": {"num_frozen": 0, "resting": []}}
     (folder / "journal.jsonl").write_bytes(sealed_line(entry))
