@@ -94,12 +94,12 @@ def cache_line(report: FitReport) -> str:
     upgrades = report.cache_upgrades  # Counted among the misses.
     parts = [
         f"{report.cache_hits} samples read",
-        f"{upgrades} read and computed on from there" if upgrades else "",
+        f"{upgrades} read and run through newly frozen layers" if upgrades else "",
         f"{report.cache_misses - upgrades} computed",
     ]
     seconds = report.cache_spared_s
     spared = f"; about {seconds:.3g} s of forwards spared" if seconds else "; nothing spared"
-    return f"behind frozen layers: {', '.join(filter(None, parts))}{spared}"
+    return f"frozen layers' outputs: {', '.join(filter(None, parts))}{spared}"
 
 
 def nothing_frozen_line(num_asked: int, step: int, reason: str, seen: FreezeContext) -> str:

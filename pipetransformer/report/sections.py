@@ -222,7 +222,7 @@ def _cache(records: list[Record]) -> Section:
     )
     if not hits + upgrades + computed:
         return Section(title, ("Nothing was looked up: no layer is frozen yet, or cache=False.",))
-    names = ("read", "read and computed on", "computed")
+    names = ("read", "read, newly frozen layers run", "computed")
     colors = (CATEGORY_COLORS["data"], CATEGORY_COLORS["cache"], CATEGORY_COLORS["other"])
     bars = [
         bar_of(list(counts), [one[index] for one in counts.values()], names[index], colors[index])
@@ -235,7 +235,10 @@ def _cache(records: list[Record]) -> Section:
         taken = f"It took at most {as_bytes(sized[-1]['cache_bytes'])} on the first node."
         line = line_of(sized, "cache_bytes", "bytes", x="epoch")
         figures.append(figure_of("The most it took", line, x="epoch", y="bytes"))
-    said = f"{hits:,} samples were read, {upgrades:,} read and computed on, {computed:,} computed."
+    said = (
+        f"{hits:,} samples were read, {upgrades:,} read and run "
+        f"through newly frozen layers, {computed:,} computed."
+    )
     return Section(title, (said, taken), tuple(figures))
 
 

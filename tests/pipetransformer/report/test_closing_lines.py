@@ -40,8 +40,8 @@ def test_rows_that_are_computed_on_from_are_counted_and_shown(
     shown = "".join(capsys.readouterr())
     assert "hits=0% (100% in part)" in shown
     line = (
-        f"behind frozen layers: 0 samples read, {NUM_SAMPLES} read and computed on from there, "
-        rf"{NUM_SAMPLES} computed; about \S+ s of forwards spared"
+        f"frozen layers' outputs: 0 samples read, {NUM_SAMPLES} read and run through newly frozen "
+        rf"layers, {NUM_SAMPLES} computed; about \S+ s of forwards spared"
     )
     assert re.search(line, shown)
     steps = [one for one in read_records(tmp_path / RECORDS_FILE) if one["kind"] == "step"]

@@ -139,7 +139,7 @@ def test_looked_up_samples_and_bytes_are_those_of_the_records(run_folder: Path) 
         hits, misses, upgrades = (one[f"cache_{n}"] for n in ("hits", "misses", "upgrades"))
         before, more = found[one["epoch"] + 1], (hits, upgrades, misses - upgrades)
         found[one["epoch"] + 1] = tuple(map(sum, zip(before, more, strict=True)))
-    for index, name in enumerate(("read", "read and computed on", "computed")):
+    for index, name in enumerate(("read", "read, newly frozen layers run", "computed")):
         assert points(drawn[name]) == [(epoch, one[index]) for epoch, one in found.items()]
     assert sum(drawn["read"]["y"]) > 0
     sizes = [(one["epoch"], one["cache_bytes"]) for one in of_kind(run_folder, "epoch")]
