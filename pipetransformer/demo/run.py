@@ -63,7 +63,7 @@ def write_results(settings: DemoSettings) -> str:
     summary = {name: asdict(result) for name, result in results.items()}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     records = {
-        RUNS[name].title: read_records(settings.folder_of(name) / RECORDS_FILE)
+        name: read_records(settings.folder_of(name) / RECORDS_FILE)
         for name in ("unfrozen", "elastic")
     }
     draw_report(records, folder / "report.png")

@@ -18,7 +18,7 @@ MAX_GRAD_NORM = 1.0
 LEARNING_RATE = 6e-4
 MEMORY_LIMIT_BYTES = 21_500_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
-FROZEN_BY_EPOCH = (0,) * 10 + (6,) * 4 + (8,)
+FROZEN_BY_EPOCH = (0,) * 6 + (6,) * 3 + (8,)
 """Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
 DONOR_FILE = "demo-donor.safetensors"
 
@@ -57,7 +57,7 @@ class DemoSettings:
     """
 
     folder: str = "runs/demo"
-    epochs: int = 32
+    epochs: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
