@@ -103,7 +103,7 @@ class _Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def _build(name: str) -> tuple[torch.nn.Module, Any]:
     if name == "vit":
-        return build_model(10, seed=0), load_digits_split()[0]
+        return build_model(10, seed=0, num_blocks=12), load_digits_split()[0]
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ class Problem:
 
 def digits(seed: int) -> Problem:
     """Build a ViT of 12 blocks for 1,197 scans of digits."""
-    return Problem(build_model(10, seed), *load_digits_split())
+    return Problem(build_model(10, seed, num_blocks=12), *load_digits_split())
 
 
 def images(folder: Path, name: str, *, weights: Path | None, seed: int) -> Problem:

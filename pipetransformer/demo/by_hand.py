@@ -89,7 +89,7 @@ class PlainLoop:
     """Train all blocks in this process, and keep what the frozen ones gave for each sample.
 
     Args:
-        model: of 12 blocks.
+        model: of NUM_BLOCKS blocks.
         images, labels: (N, 1, 32, 32) float32 and (N,) int64, that train.
     """
 
@@ -127,7 +127,7 @@ class TorchPipeline:
 
     Args:
         world: of two processes.
-        model: of 12 blocks, of which this process trains its own.
+        model: of NUM_BLOCKS blocks, of which this process trains its own.
         images, labels: as of PlainLoop.
     """
 

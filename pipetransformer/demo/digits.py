@@ -13,8 +13,10 @@ from torch.utils.data import TensorDataset
 from pipetransformer.demo.settings import BATCH_SIZE, NUM_BLOCKS, NUM_PATCHES, DemoSettings
 
 
-def build_model(num_classes: int, seed: int, *, width: int = 96) -> nn.Module:
-    """Build the ViT: 32 x 32 pixels, patch 8, 12 blocks, mean pooling."""
+def build_model(
+    num_classes: int, seed: int, *, width: int = 96, num_blocks: int = NUM_BLOCKS
+) -> nn.Module:
+    """Build the ViT: 32 x 32 pixels, patch 8, mean pooling."""
     # timm takes seconds to import, and only those who build the model need it.
     from timm.models.vision_transformer import VisionTransformer
 
@@ -26,7 +28,7 @@ def build_model(num_classes: int, seed: int, *, width: int = 96) -> nn.Module:
         in_chans=1,
         num_classes=num_classes,
         embed_dim=width,
-        depth=NUM_BLOCKS,
+        depth=num_blocks,
         num_heads=3,
         global_pool="avg",
         class_token=False,
@@ -34,9 +36,19 @@ def build_model(num_classes: int, seed: int, *, width: int = 96) -> nn.Module:
 
 
 def fine_tuned(settings: DemoSettings) -> nn.Module:
-    """Build what all runs begin with: the donor's blocks, and a new head for ten digits."""
+    """Build what all runs begin with: the donor's blocks, and a new head for ten digits.
+
+    Raises:
+        ValueError: the donor is of another model, as an earlier version's demo trained.
+    """
     model = build_model(10, settings.seed)
-    model.load_state_dict(safetensors.torch.load_file(settings.donor), strict=False)
+    donor = safetensors.torch.load_file(settings.donor)
+    if donor.keys() != {name for name in model.state_dict() if "head" not in name}:
+        raise ValueError(
+            f"{settings.donor} is of another model than this demo's; delete it, and the demo "
+            "trains it anew"
+        )
+    model.load_state_dict(donor, strict=False)
     return model
 
 

@@ -1,6 +1,6 @@
 """Run the demo: fine-tune a ViT on real scans, elastically and in other ways, and compare.
 
-donor      12 blocks trained on the digits 0-4; made once, kept beside the folder
+donor      8 blocks trained on the digits 0-4; made once, kept beside the folder
 unfrozen   fine-tuned on 0-9, nothing frozen, in a pipeline of two
 torch      layers freeze, in torch.distributed.pipelining
 elastic    layers freeze, the pipeline becomes two replicas, frozen layers' outputs are cached
@@ -22,7 +22,7 @@ from pathlib import Path
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
 from pipetransformer.demo.by_hand import train_by_hand
 from pipetransformer.demo.results import Result, told
-from pipetransformer.demo.settings import NUM_SLOTS, RUNS, DemoSettings
+from pipetransformer.demo.settings import NUM_BLOCKS, NUM_SLOTS, RUNS, DemoSettings
 from pipetransformer.demo.trained_here import train_donor, train_here
 from pipetransformer.extras import require
 from pipetransformer.processes import launch
@@ -46,13 +46,20 @@ def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
         require(package, purpose=f"the demo, for {purpose},", extra="demo")
     clear_folder(Path(settings.folder))
     if not settings.donor.exists():
-        say(f"donor: 12 blocks learn the digits 0-4, kept in {settings.donor}")
-        launch(train_donor, (settings,), num_slots=NUM_SLOTS)
+        say(f"donor: {NUM_BLOCKS} blocks learn the digits 0-4, kept in {settings.donor}")
+        launch(train_donor, (settings,), num_slots=NUM_SLOTS, start_method="forkserver")
     for name, run in RUNS.items():
         say(f"\n{name}: {run.title}, digits 0-9, {settings.epochs} epochs")
         cores = 1 if run.num_slots > 1 else len(os.sched_getaffinity(0))
         entry = train_here if name in ("unfrozen", "elastic") else train_by_hand
-        launch(entry, (settings, name), num_slots=run.num_slots, cores_per_slot=cores)
+        # Each start spares the seconds that its imports would take.
+        launch(
+            entry,
+            (settings, name),
+            num_slots=run.num_slots,
+            cores_per_slot=cores,
+            start_method="forkserver",
+        )
     say(f"\n{write_results(settings)}")
 
 

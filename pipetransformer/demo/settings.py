@@ -10,16 +10,16 @@ from autodp import EpochSampler, shuffled
 from pipetransformer.config import polynomial_with_warmup
 
 NUM_SLOTS = 2
-NUM_BLOCKS = 12
+NUM_BLOCKS = 8
 NUM_PATCHES = 16
 BATCH_SIZE = 32
 MICRO_BATCHES = 4
 MAX_GRAD_NORM = 1.0
 LEARNING_RATE = 6e-4
-MEMORY_LIMIT_BYTES = 21_500_000
+MEMORY_LIMIT_BYTES = 14_500_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
-FROZEN_BY_EPOCH = (0,) * 6 + (6,) * 3 + (8,)
-"""Frozen layers by epoch; the last entry holds on, with a third of the blocks active."""
+FROZEN_BY_EPOCH = (0,) * 10 + (4,) * 3 + (6,)
+"""Frozen layers by epoch; the last entry holds on, with a quarter of the blocks active."""
 DONOR_FILE = "demo-donor.safetensors"
 
 
@@ -57,7 +57,7 @@ class DemoSettings:
     """
 
     folder: str = "runs/demo"
-    epochs: int = 20
+    epochs: int = 24
     seed: int = 0
 
     def __post_init__(self) -> None:

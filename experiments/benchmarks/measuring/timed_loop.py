@@ -111,12 +111,12 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
-    """Return the demo's ViT, 12 blocks, on scikit-learn's digits, a multiple of the batch size."""
+    """Return the demo's ViT, wider and of 12 blocks, on scikit-learn's digits, whole batches."""
     train, _ = load_digits_split()
     return RivalTask(
         "ViT on digits",
         12,
-        partial(build_model, 10, seed=0, width=192),
+        partial(build_model, 10, seed=0, width=192, num_blocks=12),
         TensorDataset(*(tensor[:num_samples] for tensor in train.tensors)),
         classes_loss,
     )

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from pipetransformer.demo import build_model
 from pipetransformer.demo.by_hand import Blocks, PlainLoop, TorchPipeline
-from pipetransformer.demo.settings import MAX_GRAD_NORM
+from pipetransformer.demo.settings import MAX_GRAD_NORM, NUM_BLOCKS
 from pipetransformer.processes import connect
 from tests.helpers.pool import Pool
 
-FROZEN = (0, 4, 8)
+FROZEN = (0, 3, 6)
 SIZE = 8
 
 
@@ -42,7 +42,7 @@ def trained(loop: PlainLoop | TorchPipeline) -> dict[str, Tensor]:
 def as_anyone_would() -> dict[str, Tensor]:
     """Train timm's own model alike; names are those of Blocks."""
     model, (images, labels) = build_model(10, seed=0), scans()
-    blocks, found = Blocks(model, 0, 12), dict[str, Tensor]()
+    blocks, found = Blocks(model, 0, NUM_BLOCKS), dict[str, Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for num_frozen in FROZEN:
         if num_frozen:

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
-from pipetransformer.demo import DemoSettings, HeldUp
+from pipetransformer.demo import DemoSettings, HeldUp, build_model
+from pipetransformer.demo.digits import fine_tuned
 from pipetransformer.demo.results import Result, told
 from pipetransformer.demo.run import clear_folder, write_results
-from pipetransformer.demo.settings import RUNS, batches_of, num_frozen_in
+from pipetransformer.demo.settings import NUM_BLOCKS, RUNS, batches_of, num_frozen_in
 from pipetransformer.demo.trained_here import trainer_settings
 from tests.pipetransformer.report.test_pictures import run_of
 
@@ -87,7 +89,7 @@ def test_the_trainer_s_runs_differ_in_freezing_and_the_pipeline_alone() -> None:
 
 def test_runs_by_hand_take_the_trainer_s_samples_and_freeze_as_it_does() -> None:
     policy = trainer_settings(DemoSettings(), "elastic")["freeze"]
-    assert [num_frozen_in(epoch) for epoch in range(20)] == [policy.at(e) for e in range(20)]
+    assert [num_frozen_in(epoch) for epoch in range(40)] == [policy.at(e) for e in range(40)]
     of = batches_of(100, seed=3)
     assert [len(ids) for ids in of(0)] == [32, 32, 32, 4]
     assert sorted(sum(of(1), [])) == list(range(100)) and of(0) != of(1)
@@ -99,6 +101,14 @@ def test_the_elastic_run_is_the_folder_s_own() -> None:
         "a/b/unfrozen", "a/b/torch", "a/b", "a/b/plain",
     ]  # fmt: skip
     assert str(settings.donor) == "a/demo-donor.safetensors"
+
+
+def test_weights_of_another_model_are_no_donor(tmp_path: Path) -> None:
+    settings = DemoSettings(folder=str(tmp_path / "demo"))
+    larger = build_model(10, seed=0, num_blocks=NUM_BLOCKS + 1).state_dict()
+    save_file({name: t for name, t in larger.items() if "head" not in name}, settings.donor)
+    with pytest.raises(ValueError, match=r"demo-donor.safetensors is of another model.*delete it"):
+        fine_tuned(settings)
 
 
 def test_no_epochs_are_refused() -> None:
