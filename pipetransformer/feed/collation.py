@@ -98,11 +98,12 @@ class Collation:
             entries = self._in_order(item, what)
         missing = [name for name in self.required if name not in entries]
         if missing:
+            has = f" and it has {list(item)}" if isinstance(item, Mapping) else ""
             advice = ""
             if self.function is not None and self.drops_unknown:
                 advice = "; where it needs others than these, set remove_unused_columns=False"
             raise ValueError(
-                f"{what} lacks {missing}; the model needs {list(self.required)}{advice}"
+                f"{what} lacks {missing}; the model needs {list(self.required)}{has}{advice}"
             )
         return entries
 

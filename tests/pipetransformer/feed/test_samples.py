@@ -140,7 +140,10 @@ def test_an_entry_that_only_some_samples_give_is_refused_and_never_dropped(ids: 
         (lambda i: {"x": "a text", "y": 0}, r"entry 'x' .* is a str; give tensors"),
         (lambda i: {"x": ["a", "b"], "y": 0}, r"entry 'x' .* cannot be stacked"),
         (lambda i: {"x": {"a": 1}, "y": 0}, r"entry 'x' .* is a dict; give tensors"),
-        (lambda i: {"x": torch.zeros(2)}, r"lacks \['y'\]; the model needs \['x', 'y'\]"),
+        (
+            lambda i: {"x": torch.zeros(2), "z": 0},
+            r"lacks \['y'\]; the model needs \['x', 'y'\] and it has \['x', 'z'\]",
+        ),
         (
             lambda i: {"x": torch.zeros(2), "y": None},
             r"lacks \['y'\]; the model needs \['x', 'y'\]",
