@@ -7,6 +7,7 @@ settings. Other optimizers are refused.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -203,10 +204,18 @@ def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Pa
 
 
 def _random(what: str, like: Tensor) -> Tensor:
-    """Return numbers from 0.5 to 1.5 in a tensor's shape; they are a function of the text."""
+    """Return numbers from 0.5 to 1.5 in a tensor's shape; they are a function of the text.
+
+    To be read alone: the same tensor may be returned again.
+    """
+    return _drawn(what, like.shape).to(like.dtype).to(like.device)
+
+
+# Seven trials of an optimizer use the same numbers, and drawing them took as long as its steps.
+@functools.lru_cache(maxsize=10_000)
+def _drawn(what: str, shape: torch.Size) -> Tensor:
     generator = torch.Generator().manual_seed(sum(what.encode()) * 7919 + len(what))
-    values = torch.rand(like.shape, generator=generator) + 0.5
-    return values.to(like.dtype).to(like.device)
+    return torch.rand(shape, generator=generator) + 0.5
 
 
 def _spell(value: Any) -> str:
