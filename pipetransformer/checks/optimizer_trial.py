@@ -30,13 +30,6 @@ _STEPS, _LATER_STEPS = range(3), range(3, 6)
 _LOUD = 100.0
 """Factor on the gradients of the parameters outside a part, so that they rule a norm over all."""
 
-_TORCHS = {
-    *vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])),
-    "_need_device_dtype_check_for_fused", "_opt_called", "_step_count",
-    "_warned_capturable_if_run_uncaptured",
-}  # fmt: skip
-"""Attributes of an optimizer that torch keeps itself."""
-
 
 def try_optimizer(
     factory: OptimizerFactory, model: nn.Module, device: torch.device
@@ -186,11 +179,22 @@ class _Trial:
         """Spell what the optimizer holds in its groups and attributes."""
         groups = self.optimizer.param_groups
         keys = {key for group in groups for key in group if key != "params"}
-        own = {key: value for key, value in vars(self.optimizer).items() if key not in _TORCHS}
+        own = {key: value for key, value in vars(self.optimizer).items() if key not in _torchs()}
         return {
             f"{key!r} in its parameter groups": _spell([group.get(key) for group in groups])
             for key in keys
         } | {f"the attribute {key!r}": _spell(value) for key, value in own.items()}
+
+
+# At the first call: building an optimizer imports torch's compiler, which takes seconds.
+@functools.cache
+def _torchs() -> frozenset[str]:
+    """Return the attributes of an optimizer that torch keeps itself."""
+    later = (
+        "_need_device_dtype_check_for_fused", "_opt_called", "_step_count",
+        "_warned_capturable_if_run_uncaptured",
+    )  # fmt: skip
+    return frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), *later})
 
 
 def _stand_in(name: str, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from pipetransformer.demo.digits import fine_tuned, load_digits_split
 from pipetransformer.demo.held_up import HeldUp
@@ -132,6 +131,9 @@ class TorchPipeline:
     """
 
     def __init__(self, world: World, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+        # It imports torch's compiler, which takes seconds, and other commands do not need it.
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
         half = NUM_BLOCKS // NUM_SLOTS
         self.blocks = Blocks(model, world.rank * half, (world.rank + 1) * half)
         self._images, self._labels, self._is_first = images, labels, world.rank == 0

@@ -66,7 +66,9 @@ class ServedBlocks:
             raise ValueError("the model is attached already; close what `attach` returned for it")
         for index, block in enumerate(blocks):
             own = vars(block).get("forward")
-            block.forward = _Forward(block, own, partial(self._forward, index, block.forward))
+            # Compiled code would know the rows of one batch alone.
+            served = torch.compiler.disable(partial(self._forward, index, block.forward))
+            block.forward = _Forward(block, own, served)
             self._replaced.append(block)
         model = self._task.model
         self._frozen = {
@@ -75,7 +77,7 @@ class ServedBlocks:
             if model.sublayers[index].layer < depth
         }
         if depth or self._given:
-            begin, end = _Hook(self._begin), _Hook(self._end)
+            begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
             whole = model.model
             self._adapters = adapters_in_use(whole)
             self._handles = [
@@ -192,8 +194,6 @@ class _Forward:
     own: Callable[..., Any] | None
     call: Callable[..., Any]
 
-    # Compiled code would know the rows of one batch alone.
-    @torch._dynamo.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
 
@@ -209,7 +209,6 @@ class _Hook:
 
     call: Callable[..., Any]
 
-    @torch._dynamo.disable
     def __call__(self, *given: Any) -> Any:
         return self.call(*given)
 
