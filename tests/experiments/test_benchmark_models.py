@@ -100,6 +100,7 @@ def test_resnet_101_has_370_layers_and_torchvisions_number_of_parameters() -> No
     assert count_parameters(model) == 44_549_160
 
 
+@pytest.mark.slow
 def test_resnet_101_computes_what_torchvisions_does() -> None:
     torch.manual_seed(0)
     peer = torchvision.models.resnet101()

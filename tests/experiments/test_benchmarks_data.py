@@ -105,6 +105,7 @@ def test_the_plain_loop_s_own_process_ends_at_once_though_a_fork_keeps_its_pipe_
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.slow
 def test_a_plain_loop_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     broken = Jpegs((b"no picture",) * 8, num_pixels=64, augment=False)
     task = replace(TINY.task(make_jpegs(8), num_workers=0, augment=False), dataset=broken)

@@ -89,6 +89,7 @@ def test_engine_says_how_to_get_torchgpipe_where_it_is_missing(
     assert "torchgpipe is missing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_components_prints_a_row_for_each_component_in_its_json_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

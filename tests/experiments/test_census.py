@@ -38,6 +38,7 @@ def test_a_class_that_is_not_there_is_not_built() -> None:
     assert outcome.kind == "not built"
 
 
+@pytest.mark.slow
 def test_a_class_that_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "LIMIT_S", 0.0)
     jobs = [Job(Subject(name, "causal", "none"), with_pipeline=False) for name in ("A", "B")]

@@ -216,6 +216,7 @@ def test_a_folder_of_images_is_read_alike_each_time(tmp_path: Path) -> None:
 
 
 @measuring(never)
+@pytest.mark.slow
 def test_the_script_trains_alone_on_a_folder_of_images(tmp_path: Path) -> None:
     make_images(tmp_path / "images")
     main(

@@ -152,7 +152,7 @@ def test_a_question_that_leaves_no_room_for_the_text_is_named(tmp_path: Path) ->
         cut([question], tokenizer, length=length, stride=9)
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "imagenet"])
+@pytest.mark.parametrize("dataset", [slow("cifar10"), "imagenet"])
 def test_images_are_read_from_files_in_their_usual_layouts(tmp_path: Path, dataset: str) -> None:
     options = ("--freeze", "schedule:0,4", "--augment", "--cache_views", "1")
     found = smoke(tmp_path / "run", *options, script=vit, task=dataset)

@@ -104,6 +104,7 @@ def test_drawn_schedules_are_idle_as_the_formulas_say(
             assert idle / (busy + idle) == pytest.approx(drawn.idle), name
 
 
+@pytest.mark.slow
 def test_schedules_are_drawn_and_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

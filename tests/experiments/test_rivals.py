@@ -69,6 +69,7 @@ def test_a_gradient_unclipped_and_a_rate_that_ends_above_zero_are_ours_in_a_riva
 
 
 @pytest.mark.parametrize("baseline", ["short", "ddp+freeze+cache"])
+@pytest.mark.slow
 def test_a_killed_rival_goes_on_as_if_nothing_had_been(tmp_path: Path, baseline: str) -> None:
     options = ["--baseline", baseline, "--checkpoint_every_epochs", "1", "--precision", "bf16"]
     options += ["--budget_s", "1000"] if baseline == "short" else ["--freeze", "schedule:0,2"]

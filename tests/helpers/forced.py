@@ -25,7 +25,7 @@ from autopipe.plan.request import fitting_lengths, length_choices, replicas_of
 from pipetransformer import Trainer
 from pipetransformer.measure.measurements import measure
 from tests.helpers.inspection import deployment_of, elastic_of, feed_of, layered_of, stage_of
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import NUM_DEEP_LAYERS, deep_model
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
@@ -155,7 +155,7 @@ def train_watched(scenario: Scenario) -> Outcome:
     policy = scenario.policy()
     notes: dict[str, list[Any]] = {"norms": [], "evaluations": [], "read": [], "digests": []}
     losses = []
-    with measuring(once), make_trainer(scenario, policy) as trainer:
+    with measuring(never), make_trainer(scenario, policy) as trainer:
         watch_reads(trainer, notes["read"])
         while not trainer.is_over:
             notes["read"].append([])
@@ -182,12 +182,6 @@ def look(trainer: Trainer) -> float:
     # The examples must not depend on what was measured.
     elastic_of(trainer).planner.measurements = before
     return loss
-
-
-def train_quickly(scenario: Scenario) -> Outcome:
-    """Run the scenario on this world."""
-    with measuring(once):
-        return train(scenario)
 
 
 def watch_reads(trainer: Trainer, read: list[list[int]]) -> None:
@@ -286,7 +280,7 @@ def check_with_static(pool: Pool, scenario: Scenario) -> None:
     outcome = check(pool, scenario)
     assert_equal(
         outcome,
-        merge(pool.run(train_quickly, static(scenario, pool.num_ranks), timeout_s=LIMIT_S)),
+        merge(pool.run(train, static(scenario, pool.num_ranks), timeout_s=LIMIT_S)),
     )
 
 
@@ -316,7 +310,7 @@ def check_dropout(pool: Pool, scenario: Scenario) -> None:
     """Train twice, which must give the same bits, and in a pipeline that never changes."""
     scenario = with_dropout(scenario, pool.num_ranks)
     first, again, unchanged = (
-        merge(pool.run(train_quickly, one, timeout_s=LIMIT_S))
+        merge(pool.run(train, one, timeout_s=LIMIT_S))
         for one in (scenario, scenario, static(scenario, pool.num_ranks))
     )
     assert_same_bits(first, again)

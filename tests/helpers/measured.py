@@ -83,7 +83,13 @@ def _kind_of(task: Task, world: World) -> str:
     """Describe what the costs of a run depend on."""
     config, model = task.config, task.model.model
     named = [(name, t.shape, t.dtype) for name, t in model.named_parameters()]
-    cells = [cell.cell_contents for cell in getattr(task.optimizer, "__closure__", None) or ()]
+    captured = [cell.cell_contents for cell in getattr(task.optimizer, "__closure__", None) or ()]
+    # A set has another order in each process; arguments of a script name its folder.
+    cells = [
+        sorted(cell) if isinstance(cell, (set, frozenset)) else cell
+        for cell in captured
+        if not dataclasses.is_dataclass(cell)
+    ]
     run = (config.precision, config.global_batch_size, config.num_workers, task.loss_fn)
     place = (world.size, world.slots_per_node, world.device)
     said = repr((model, named, sorted(task.trainable), task.optimizer, cells, run, place))

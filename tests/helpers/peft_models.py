@@ -20,6 +20,7 @@ from pipetransformer import Trainer
 from pipetransformer.model import unwrapped
 from tests.helpers.adapted import hf_vit, text_model, timm_vit
 from tests.helpers.inspection import stage_of
+from tests.helpers.measured import measuring, never
 
 NUM_SAMPLES, LENGTH = 8, 6
 FROZEN = (0, 1, 1, 2, 0)
@@ -221,6 +222,7 @@ def make_trainer(model: Any, frozen: tuple[int, ...] = FROZEN, **settings: Any) 
     return Trainer(model, samples_for(model), **{**options, **settings})
 
 
+@measuring(never)
 def train(name: str, frozen: tuple[int, ...] = FROZEN, length: int = 1) -> Outcome:
     """Train in pipelines of a length; on other ranks than 0 the weights are {}."""
     with make_trainer(MODELS[name](), frozen, pipeline_length=length) as trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from pipetransformer import Trainer
 from tests.helpers.inspection import elastic_of
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (
     Outcome,
@@ -46,7 +47,7 @@ def make_trainer(scenario: Scenario, folder: str | None, **settings: Any) -> Tra
         )
 
 
-@measuring(once)
+@measuring(never)
 def fit(scenario: Scenario, folder: str, resume: bool = False, **settings: Any) -> Outcome:
     """Train to the end, from the start or from a checkpoint."""
     with make_trainer(scenario, folder, resume=resume, **settings) as trainer:
@@ -63,7 +64,7 @@ def resume(scenario: Scenario, folder: str) -> Outcome:
     return fit(scenario, folder, True)
 
 
-@measuring(once)
+@measuring(never)
 def fit_until(scenario: Scenario, folder: str, last_step: int) -> None:
     """Train until an interruption in the middle of a step."""
 
@@ -90,6 +91,22 @@ def uninterrupted(pool: Pool, scenario: Scenario, folder: Path) -> Outcome:
     outcome = merge(pool.run(fit, scenario, str(folder / "whole")))
     _WHOLE.append((pool.num_ranks, scenario, outcome))
     return outcome
+
+
+_CUT: list[tuple[int, Scenario, int, Path]] = []
+
+
+def leave_interrupted(pool: Pool, scenario: Scenario, folder: Path, last_step: int) -> None:
+    """Fill a folder as a run leaves it that is interrupted at a step; the same run is only trained
+    for the first test that asks for it.
+    """
+    asked = (pool.num_ranks, scenario, last_step)
+    left = next((path for *known, path in _CUT if (*known,) == asked), None)
+    if left is None:
+        left = folder.with_name(f"{folder.name} as left")
+        pool.run(fit_until, scenario, str(left), last_step)
+        _CUT.append((*asked, left))
+    shutil.copytree(left, folder, symlinks=True)
 
 
 def assert_resumes_with_the_same_bits(

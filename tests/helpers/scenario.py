@@ -26,6 +26,7 @@ from pipetransformer import LayeredModel, PlanSituation, Trainer
 from pipetransformer.model import NamedParameters, take_state, trained_parameters
 from pipetransformer.model.registry import adapt
 from tests.helpers.inspection import deployment_of, stage_of, task_of
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import (
     IGNORED,
     NUM_SAMPLES,
@@ -253,6 +254,7 @@ def make_trainer(scenario: Scenario, policy: FreezePolicy, **settings: Any) -> T
         )
 
 
+@measuring(never)
 def train(scenario: Scenario, num_steps: int | None = None) -> Outcome:
     """Run the scenario on this world; the outcome is rank 0's, states are of all ranks."""
     with make_trainer(scenario, scenario.policy()) as trainer:

@@ -16,7 +16,6 @@ from autopipe.plan import PipelinePlan
 from freeze import JOURNAL_FILE, FreezeSchedule
 from pipetransformer import Trainer
 from tests.helpers.delayed import delayed, stream
-from tests.helpers.forced import train_quickly
 from tests.helpers.inspection import elastic_of
 from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, once
@@ -32,6 +31,7 @@ from tests.helpers.scenario import (
     assert_equal,
     assert_same_bits,
     merge,
+    train,
 )
 
 
@@ -42,7 +42,7 @@ def scenario(shapes: Mapping[int, Shape], *, again: bool = True, **options: Any)
 
 
 def run(pool: Pool | None, told: Scenario) -> Outcome:
-    return train_quickly(told) if pool is None else merge(pool.run(train_quickly, told))
+    return train(told) if pool is None else merge(pool.run(train, told))
 
 
 def both(pool: Pool | None, shapes: Mapping[int, Shape], **options: Any) -> list[Outcome]:
@@ -69,7 +69,7 @@ def test_one_process_trains_the_same_bits_with_dropout_across_freezes(
 @pytest.mark.parametrize(
     "shapes",
     [
-        {0: Shape(2, 3)},
+        slow({0: Shape(2, 3)}),
         slow({0: Shape(2, 2, "gpipe")}),
         slow({0: Shape(1, 2)}),
         {0: Shape(2, 2), 4: Shape(1, 1), 8: Shape(2, 3, "gpipe")},
@@ -88,7 +88,8 @@ def test_stages_of_several_workers_train_the_same_bits(four_ranks: Pool) -> None
     assert_same_bits(*both(four_ranks, {0: Shape(3, 4)}, settings=settings))
 
 
-@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
 def test_low_precision_trains_the_same_bits(two_ranks: Pool, precision: str) -> None:
     options: dict[str, Any] = {"dtype": "float32", "settings": {"precision": precision}}
     assert_same_bits(*both(two_ranks, {0: Shape(2, 2)}, **options))
@@ -107,6 +108,7 @@ def test_a_pipeline_without_flushes_repeats_forwards_with_their_own_weights(
     assert_equal(run(two_ranks, told), delayed(told))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_same_bits(two_ranks: Pool, tmp_path: Path) -> None:
     told = scenario({0: Shape(2, 2)}, settings=EVERY_2_STEPS)
     assert_resumes_with_the_same_bits(two_ranks, tmp_path, told, fit_until, 7)

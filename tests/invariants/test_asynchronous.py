@@ -18,7 +18,7 @@ from pipetransformer import Callback, Trainer
 from pipetransformer.stage import asynchronous
 from tests.helpers.delayed import delayed, stream
 from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (
@@ -53,8 +53,8 @@ def shared(
     ("workers", "micro_batches", "versions"),
     [
         ((2, 1, 1), 2, "stashed"),
-        ((3, 1), 3, "vertical_sync"),
-        ((1, 3), 3, "double_buffered"),
+        slow((3, 1), 3, "vertical_sync"),
+        slow((1, 3), 3, "double_buffered"),
         *(
             slow(workers, count, versions)
             for workers, count in (((2, 1, 1), 4), ((3, 1), 6), ((2, 2), 2), ((1, 2, 1), 4))
@@ -168,20 +168,21 @@ def test_replicas_of_a_pipeline_stay_equal(four_ranks: Pool) -> None:
     assert held[0] == held[2] != held[1] == held[3]
 
 
-@measuring(once)
+@measuring(never)
 def fit_in_two(scenario: Scenario, folder: str) -> Outcome:
     """Stop behind the checkpoint of step 3, in the middle of an epoch, and resume."""
     every = {"checkpoint_every_steps": 3}
     return train_in_two(scenario, folder, stop=3, policy=scenario.policy, **every)
 
 
-@measuring(once)
+@measuring(never)
 def fit_saving(scenario: Scenario, folder: str) -> Outcome:
     settings = {"checkpoint_every_steps": 3, "folder": folder}
     with make_trainer(scenario, scenario.policy(), **settings) as trainer:
         return run_to_end(trainer, None)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_where_the_pipeline_was_empty(two_ranks: Pool, tmp_path: Path) -> None:
     scenario = stream(Shape(2, 3), "stashed")
     whole = merge(two_ranks.run(fit_saving, scenario, str(tmp_path / "whole")))

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 
-from tests.helpers.forced import check, train_quickly, train_watched
+from tests.helpers.forced import check, train_watched
 from tests.helpers.marks import slow
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
@@ -24,12 +24,12 @@ from tests.helpers.scenario import (
     train,
 )
 
-# Those of one micro-batch are in GROW_AND_SHRINK, too.
+# GROW_AND_SHRINK has those that are slow, or one like them.
 SHAPES = [
     slow(Shape(1, 1)),
-    Shape(1, 3),
+    slow(Shape(1, 3)),
     slow(Shape(2, 1)),
-    Shape(2, 3),
+    slow(Shape(2, 3)),
     Shape(2, 3, "gpipe"),
 ]
 
@@ -98,7 +98,7 @@ def test_cached_equals_uncached_bit_by_bit(two_ranks: Pool, shape: Shape) -> Non
         {0: shape}, frozen=(0, 2, 3), dtype="float32", settings={"prefix_chunk": 4, "epochs": 4}
     )
     uncached = dataclasses.replace(cached, settings={**cached.settings, "cache": False})
-    with_cache, without = (merge(two_ranks.run(train_quickly, s)) for s in (cached, uncached))
+    with_cache, without = (merge(two_ranks.run(train, s)) for s in (cached, uncached))
     assert with_cache.extra["hits"] > 0 and without.extra["hits"] == 0
     assert_same_bits(with_cache, without)
 
@@ -114,7 +114,7 @@ def test_replicas_are_equal_bit_by_bit_after_every_step(four_ranks: Pool, shape:
 
 def test_dropout_depends_neither_on_the_run_nor_on_the_cut(two_ranks: Pool) -> None:
     one, two = (Scenario({0: shape}, dropout=0.3) for shape in (Shape(1, 1), Shape(2, 2)))
-    first, again, cut = (merge(two_ranks.run(train_quickly, s)) for s in (one, one, two))
+    first, again, cut = (merge(two_ranks.run(train, s)) for s in (one, one, two))
     assert_same_bits(first, again)
     # R = 2 replicas of one micro-batch and one pipeline of two have the same micro-batches.
     assert_equal(first, cut)
@@ -135,9 +135,7 @@ def test_a_fixed_micro_batch_size_makes_dropout_the_same_for_any_k_and_r(
     scenarios["both"] = dataclasses.replace(
         scenarios["pipeline"], shapes={0: shapes["pipeline"], 4: shapes["replicas"]}
     )
-    pipeline, replicas, both = (
-        merge(two_ranks.run(train_quickly, one)) for one in scenarios.values()
-    )
+    pipeline, replicas, both = (merge(two_ranks.run(train, one)) for one in scenarios.values())
     assert_equal(pipeline, replicas)
     assert_equal(pipeline, both)
 
@@ -149,9 +147,9 @@ def test_a_fixed_micro_batch_size_holds_on_four_processes(four_ranks: Pool) -> N
         Scenario({0: shape}, frozen=(0, 1, 2), dropout=0.3, settings=settings)
         for shape in (Shape(4, 6), Shape(2, 3), Shape(1, 2))
     )
-    first = merge(four_ranks.run(train_quickly, deep))
+    first = merge(four_ranks.run(train, deep))
     for other in (mixed, wide):
-        assert_equal(first, merge(four_ranks.run(train_quickly, other)))
+        assert_equal(first, merge(four_ranks.run(train, other)))
 
 
 def test_float32_losses_agree_to_a_ten_thousandth(two_ranks: Pool) -> None:

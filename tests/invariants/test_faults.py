@@ -63,6 +63,7 @@ def survive(whole: Whole, folder: Path, faults: tuple[Fault, ...], **settings: o
     return run
 
 
+@pytest.mark.slow
 def test_a_run_survives_kills_within_steps_and_in_every_phase_of_a_transition(
     whole: Whole, tmp_path: Path
 ) -> None:

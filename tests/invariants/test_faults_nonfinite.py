@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from pipetransformer import Trainer
 from pipetransformer.errors import NonFiniteError
 from tests.helpers.inspection import stage_of
-from tests.helpers.measured import measuring, never, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
 from tests.helpers.pool import Pool
 
@@ -45,7 +45,7 @@ def poisoned() -> TensorDataset:
     return TensorDataset(x, y)
 
 
-@measuring(once)
+@measuring(never)
 def losses_with_a_nan(on_nonfinite: str, length: int) -> list[tuple[float, bool]]:
     """Train an epoch in which one batch is poisoned."""
     with make_trainer(on_nonfinite, length, data=poisoned()) as trainer:
@@ -71,7 +71,7 @@ def test_a_bad_loss_ends_the_run_on_all_ranks_with_the_same_words(
     assert cause in first and "learning rate" not in first
 
 
-@measuring(once)
+@measuring(never)
 def refuse_a_nan_in_a_stream() -> str:
     with make_trainer("raise", 2, data=poisoned(), weight_versions="stashed") as trainer:
         with pytest.raises(NonFiniteError, match="later steps have trained on it") as caught:
@@ -86,7 +86,7 @@ def test_a_stream_s_bad_sample_is_named_too(two_ranks: Pool) -> None:
     assert "learning rate" not in first
 
 
-@measuring(once)
+@measuring(never)
 def refuse_a_loss_of_nan(length: int) -> str:
     """Train with a loss that is no number whatever it is given."""
     with (
@@ -105,7 +105,7 @@ def test_a_bad_loss_of_good_samples_is_the_loss_s(two_ranks: Pool, length: int) 
     assert length == 1 or "in the loss of rank 1." in first, "the last stage has the loss"
 
 
-@measuring(once)
+@measuring(never)
 def refuse_given_weights() -> str:
     model = tiny_model()
     with torch.no_grad():

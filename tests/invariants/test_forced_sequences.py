@@ -23,9 +23,8 @@ from tests.helpers.forced import (
     check_dropout,
     check_with_static,
     scenarios,
-    train_quickly,
 )
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (
     Deep,
@@ -38,6 +37,7 @@ from tests.helpers.scenario import (
     make_trainer,
     merge,
     slow_start,
+    train,
 )
 
 # The examples follow from the test alone; a failing one shrinks to few changes of short pipelines.
@@ -92,6 +92,7 @@ def test_no_change_shows_on_eight_processes(eight_ranks: Pool) -> None:
 
 @settings(FEW, max_examples=2)
 @given(scenario=scenarios(2))
+@pytest.mark.slow
 def test_dropout_knows_neither_the_run_nor_the_pipeline(
     two_ranks: Pool, scenario: Scenario
 ) -> None:
@@ -111,7 +112,7 @@ def train_saving(scenario: Scenario, folder: str, every: int, stop: int) -> Outc
         return slow_start(step, max_steps)
 
     settings = {"checkpoint_every_steps": every, "resume": "auto", "learning_rate_schedule": rate}
-    with suppress(Interrupted), measuring(once):
+    with suppress(Interrupted), measuring(never):
         policy = scenario.policy()
         with make_trainer(scenario, policy, folder=folder, **settings) as trainer:
             trainer.fit()
@@ -137,7 +138,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_there_and_elsewhere(  # n
         shutil.copytree(there, copy)
         same = merge(four_ranks.run(train_saving, scenario, there, every, -1))
         other = merge(two_ranks.run(train_saving, elsewhere, copy, every, -1))
-    whole = merge(four_ranks.run(train_quickly, scenario))
+    whole = merge(four_ranks.run(train, scenario))
     assert_same_bits(dataclasses.replace(same, losses=whole.losses), whole)
     assert_equal(dataclasses.replace(other, losses=whole.losses), whole)
 

@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from freeze import FreezeOut, Replay
 from pipetransformer.model import NamedParameters
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (
@@ -27,14 +27,14 @@ from tests.helpers.scenario import (
 CONSTANT = {"learning_rate_schedule": "constant"}
 
 
-@measuring(once)
+@measuring(never)
 def fit(scenario: Scenario) -> Outcome:
     """Train to the end."""
     with make_trainer(scenario, FreezeOut(0.6), **CONSTANT) as trainer:
         return run_to_end(trainer, None)
 
 
-@measuring(once)
+@measuring(never)
 def fit_in_two(scenario: Scenario, folder: Path) -> Outcome:
     """Train with a stop on the way."""
     return train_in_two(scenario, folder, stop=7, policy=partial(FreezeOut, 0.6), **CONSTANT)
@@ -81,6 +81,7 @@ def test_layers_learn_at_their_own_rates(two_ranks: Pool, truth: Outcome, length
     assert_equal(merge(outcomes), truth)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_at_them(two_ranks: Pool, tmp_path: Path, truth: Outcome) -> None:
     outcomes = two_ranks.run(fit_in_two, Scenario({0: Shape(2, 2)}), tmp_path)
     assert_equal(merge(outcomes), truth)

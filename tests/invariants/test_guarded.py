@@ -9,7 +9,8 @@ import pytest
 
 from freeze import FreezeContext, Guarded
 from pipetransformer.report import read_decisions
-from tests.helpers.measured import measuring, once
+from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import tiny_data
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
@@ -38,7 +39,7 @@ def wanted(context: FreezeContext) -> int:
     return found
 
 
-@measuring(once)
+@measuring(never)
 def fit(scenario: Scenario, folder: Path) -> Outcome:
     """Train to the end under a guard."""
     found = iter(ACCURACIES)
@@ -58,7 +59,7 @@ def fit(scenario: Scenario, folder: Path) -> Outcome:
         return run_to_end(trainer, None)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3)])
+@pytest.mark.parametrize("shape", [slow(Shape(1, 2)), Shape(2, 3)])
 def test_layers_that_a_fall_of_the_metric_thaws_train_on(
     two_ranks: Pool, tmp_path: Path, shape: Shape
 ) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from pipetransformer import named_optimizer
 from pipetransformer.model import NamedParameters, OptimizerFactory, adapt
 from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import tiny_data, tiny_model
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
@@ -64,7 +64,7 @@ def build(name: str) -> OptimizerFactory:
 def train_with(name: str, settings: dict[str, Any]) -> Outcome:
     """Run the scenario on this world with an optimizer by name."""
     one = scenario(optimizer=build(name), **settings)
-    with measuring(once), make_trainer(one, one.policy()) as trainer:
+    with measuring(never), make_trainer(one, one.policy()) as trainer:
         return run_to_end(trainer, None)
 
 

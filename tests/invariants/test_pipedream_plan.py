@@ -103,6 +103,7 @@ def test_light_weights_make_all_processes_replicas(two_ranks: Pool) -> None:
     assert_equal(outcome, plain(scenario))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_workers(four_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario({0: Shape(1, 1)}, frozen=(0, 1, 1))
     outcome = merge(four_ranks.run(fit_in_two, scenario, str(tmp_path)))

@@ -23,15 +23,22 @@ from torch.utils.data import TensorDataset
 from autopipe.loss import LossFunction
 from pipetransformer import NonFiniteError
 from pipetransformer.model.registry import adapt
-from tests.helpers.forced import train_quickly
 from tests.helpers.inspection import deployment_of, feed_of
 from tests.helpers.marks import slow
-from tests.helpers.measured import freely, measuring, once
+from tests.helpers.measured import freely, measuring, never
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
 from tests.helpers.resumes import EVERY_2_STEPS, assert_resumes_with_the_same_bits, fit_until
-from tests.helpers.scenario import Outcome, Scenario, Shape, assert_same_bits, make_trainer, merge
+from tests.helpers.scenario import (
+    Outcome,
+    Scenario,
+    Shape,
+    assert_same_bits,
+    make_trainer,
+    merge,
+    train,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,9 +78,7 @@ def assert_near(ours: Outcome, theirs: Outcome) -> None:
 @pytest.mark.parametrize("length", [1, 2])
 def test_whole_batches_give_the_loop_s_bits(two_ranks: Pool, length: int) -> None:
     scenario = in_low_precision({0: Shape(length, 1)}, frozen=(0, 1, 2))
-    ours = (
-        train_quickly(scenario) if length == 1 else merge(two_ranks.run(train_quickly, scenario))
-    )
+    ours = train(scenario) if length == 1 else merge(two_ranks.run(train, scenario))
     reference = loop(scenario)
     # Ours are sums in float64, over the samples.
     assert ours.losses == pytest.approx(reference.losses, rel=1e-6)
@@ -87,39 +92,41 @@ def test_whole_batches_give_the_loop_s_bits(two_ranks: Pool, length: int) -> Non
 )
 def test_two_processes_train_as_the_loop_does(two_ranks: Pool, shape: Shape) -> None:
     scenario = in_low_precision({0: shape}, frozen=(0, 1))
-    assert_near(merge(two_ranks.run(train_quickly, scenario)), loop(scenario))
+    assert_near(merge(two_ranks.run(train, scenario)), loop(scenario))
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(2, 3, "gpipe"), Shape(1, 1)], ids=str)
 @pytest.mark.slow
 def test_four_processes_train_as_the_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = in_low_precision({0: shape})
-    assert_near(merge(four_ranks.run(train_quickly, scenario)), loop(scenario))
+    assert_near(merge(four_ranks.run(train, scenario)), loop(scenario))
 
 
-@pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
 def test_equal_micro_batches_give_equal_bits_for_any_k_and_r(
     two_ranks: Pool, four_ranks: Pool, precision: str
 ) -> None:
     mixed = {0: Shape(2, 2), 4: Shape(1, 1), 8: Shape(2, 2, "gpipe")}
     pipeline, replicas, moving = (
-        merge(two_ranks.run(train_quickly, in_low_precision(shapes, precision, frozen=(0, 1))))
+        merge(two_ranks.run(train, in_low_precision(shapes, precision, frozen=(0, 1))))
         for shapes in ({0: Shape(2, 2)}, {0: Shape(1, 1)}, mixed)
     )
     assert_same_bits(pipeline, replicas)
     assert_same_bits(pipeline, moving)
     wide = in_low_precision({0: Shape(4, 2), 6: Shape(2, 1)}, precision, frozen=(0, 1))
-    assert_same_bits(pipeline, merge(four_ranks.run(train_quickly, wide)))
+    assert_same_bits(pipeline, merge(four_ranks.run(train, wide)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow
 def test_cached_equals_uncached_bit_by_bit_across_a_freeze(
     two_ranks: Pool, precision: str
 ) -> None:
     with_cache, without = (
         merge(
             two_ranks.run(
-                train_quickly,
+                train,
                 in_low_precision(
                     {0: Shape(2, 3)},
                     precision,
@@ -184,7 +191,7 @@ def steep(scenario: Scenario) -> Scenario:
 def skipped_and_scales(scenario: Scenario) -> tuple[list[tuple[bool, float]], list[Tensor]]:
     """Train to the end; return each step's fate, the scale after it, and the final weights."""
     steps = []
-    with measuring(once), make_trainer(scenario, scenario.policy()) as trainer:
+    with measuring(never), make_trainer(scenario, scenario.policy()) as trainer:
         while not trainer.is_over:
             result = trainer.step()
             steps.append((result.skipped, deployment_of(trainer).loss_scale.value))
@@ -207,6 +214,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale_on_all_ranks(
     assert all(bool(tensor.isfinite().all()) for tensor in weights)
 
 
+@pytest.mark.slow
 def test_a_resumed_fp16_run_goes_on_with_its_scale_and_ends_with_the_same_bits(
     two_ranks: Pool, tmp_path: Path
 ) -> None:
@@ -221,7 +229,7 @@ def refuse_to_train(precision: str, data: TensorDataset, breaks: bool) -> str:
     if breaks:
         model.insert(2, SteepRoot())
     with (
-        measuring(once),
+        measuring(never),
         tiny_trainer(
             model, data, epochs=9, global_batch_size=6, precision=precision, pipeline_length=2
         ) as trainer,

@@ -9,7 +9,7 @@ import pytest
 
 from freeze import FreezeContext, FreezeDecision, FreezePolicy, Replay
 from pipetransformer.report import read_decisions
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (
@@ -38,21 +38,21 @@ class Table(FreezePolicy):
         return FreezeDecision(num_frozen, "table", resting)
 
 
-@measuring(once)
+@measuring(never)
 def fit(scenario: Scenario, folder: Path | None = None) -> Outcome:
     """Train to the end."""
     with make_trainer(scenario, Table(), folder=folder) as trainer:
         return run_to_end(trainer, None)
 
 
-@measuring(once)
+@measuring(never)
 def repeat(scenario: Scenario, folder: Path) -> Outcome:
     """Train to the end as another run did."""
     with make_trainer(scenario, Replay(folder)) as trainer:
         return run_to_end(trainer, None)
 
 
-@measuring(once)
+@measuring(never)
 def fit_in_two(scenario: Scenario, folder: Path) -> Outcome:
     """Train with a stop while layers rest."""
     return train_in_two(scenario, folder, stop=5, policy=Table)
@@ -80,6 +80,7 @@ def test_they_rest_in_stages_of_their_own(four_ranks: Pool, truth: Outcome) -> N
     assert_equal(merge(outcomes), truth)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_them(two_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario({0: Shape(2, 2)}, dtype="float32")
     whole = two_ranks.run(fit, scenario, tmp_path / "whole")

@@ -19,8 +19,7 @@ from pipetransformer import Trainer
 from pipetransformer.elastic import read_looks
 from pipetransformer.report import read_decisions
 from tests.helpers.inspection import elastic_of
-from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import mean_loss
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import Scenario, Shape, build_adamw, slow_start
@@ -66,14 +65,14 @@ def trainer_of(scenario: Scenario, folder: str, **settings: Any) -> Trainer:
     )  # fmt: skip
 
 
-@measuring(once)
+@measuring(never)
 def fit(scenario: Scenario, folder: str, **settings: Any) -> None:
     """Train to the end."""
     with trainer_of(scenario, folder, **settings) as trainer:
         trainer.fit()
 
 
-@measuring(once)
+@measuring(never)
 def fit_in_two(scenario: Scenario, folder: str) -> None:
     """Train with a stop within an interval, and resume."""
     saving = {"checkpoint_every_steps": 1, "resume": "auto"}
@@ -225,7 +224,7 @@ def test_signals_do_not_depend_on_replicas(four_ranks: Pool, tmp_path: Path, tru
     assert_same_signals(seen_in(str(tmp_path)), truth)
 
 
-@measuring(once)
+@measuring(never)
 def fit_with_a_change_within_an_interval(scenario: Scenario, folder: str) -> None:
     """Train to the end, with the pipeline of step 6 from that step on."""
     with trainer_of(scenario, folder) as trainer:
@@ -247,7 +246,8 @@ def test_what_half_an_interval_has_shown_moves_on_with_its_layers(
     assert_same_signals(seen_in(str(tmp_path)), truth)
 
 
-@pytest.mark.parametrize("length", [slow(1), 2])
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.slow
 def test_half_an_interval_survives_a_resume_bit_by_bit(
     two_ranks: Pool, tmp_path: Path, length: int
 ) -> None:

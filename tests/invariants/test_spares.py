@@ -20,8 +20,7 @@ from pipetransformer.elastic import fastest_per_sample
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from tests.helpers.costs import sums
 from tests.helpers.inspection import feed_of
-from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
 from tests.helpers.resumes import assert_resumes_with_the_same_bits, fit_until
@@ -91,9 +90,8 @@ def test_what_fits_nowhere_is_refused_by_the_lengths_that_use_all() -> None:
         fastest_plan(situation(memory_limit_bytes=399))
 
 
-@pytest.mark.parametrize(
-    "shape", [THREE, slow(dataclasses.replace(THREE, schedule="gpipe"))], ids=str
-)
+@pytest.mark.parametrize("shape", [THREE, dataclasses.replace(THREE, schedule="gpipe")], ids=str)
+@pytest.mark.slow
 def test_three_of_four_ranks_train_as_a_plain_loop_does(four_ranks: Pool, shape: Shape) -> None:
     scenario = Scenario({0: shape})
     outcomes = four_ranks.run(train, scenario)
@@ -126,7 +124,7 @@ def test_ranks_beyond_the_most_replicas_stay_idle(four_ranks: Pool) -> None:
     assert shapes == [(2, 1), (1, 1), (2, 1)]
 
 
-@measuring(once)
+@measuring(never)
 def evaluate_and_trace(scenario: Scenario, folder: Path) -> tuple[Outcome, float, set[int]]:
     """Take all steps, one of them traced; then evaluate."""
     with make_trainer(scenario, scenario.policy(), folder=folder) as trainer:
@@ -151,12 +149,13 @@ def test_evaluation_trace_and_records_leave_the_spare_out(
     assert outcome.losses[0] == pytest.approx(expected.losses[0], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_spare_resumes_with_the_same_bits(four_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario({0: Shape(4, 2), 4: THREE}, frozen=(0, 0, 1), dtype="float32")
     assert_resumes_with_the_same_bits(four_ranks, tmp_path, scenario, fit_until, 12)
 
 
-@measuring(once)
+@measuring(never)
 def messages(scenario: Scenario) -> list[str]:
     """Take a few steps; return what was warned of."""
     records: list[logging.LogRecord] = []

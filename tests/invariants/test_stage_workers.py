@@ -11,7 +11,7 @@ import torch
 
 from pipetransformer import Trainer
 from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (
@@ -64,7 +64,8 @@ def test_one_worker_a_stage_is_a_pipeline(two_ranks: Pool) -> None:
     assert_equal(merge(two_ranks.run(train, ours)), merge(two_ranks.run(train, usual)))
 
 
-@pytest.mark.parametrize("workers", [(2, 2), slow((2, 1, 1))])
+@pytest.mark.parametrize("workers", [(2, 2), (2, 1, 1)])
+@pytest.mark.slow
 def test_freezing_with_a_cache_equals_freezing_in_a_plain_loop(
     four_ranks: Pool, workers: tuple[int, ...]
 ) -> None:
@@ -85,18 +86,18 @@ def planned(scenario: Scenario, folder: str, **settings: Any) -> Trainer:
     return make_trainer(scenario, scenario.policy(), plan="fastest", folder=folder, **options)
 
 
-@measuring(once)
+@measuring(never)
 def fit(scenario: Scenario, folder: str) -> Outcome:
     with planned(scenario, folder) as trainer:
         return run_to_end(trainer, None)
 
 
-@measuring(once)
+@measuring(never)
 def fit_in_two(scenario: Scenario, folder: str) -> Outcome:
     return train_in_two(scenario, folder, stop=6, policy=scenario.policy, plan="fastest")
 
 
-@pytest.mark.parametrize("train_all", [slow(fit), fit_in_two])
+@pytest.mark.parametrize("train_all", [fit, slow(fit_in_two)])
 def test_the_planner_cuts_it_and_makes_replicas_of_what_is_too_short(
     four_ranks: Pool, tmp_path: Path, train_all: Any
 ) -> None:
@@ -108,7 +109,7 @@ def test_the_planner_cuts_it_and_makes_replicas_of_what_is_too_short(
     assert_equal(outcome, plain(scenario))
 
 
-@measuring(once)
+@measuring(never)
 def predict(scenario: Scenario) -> tuple[Any, dict[str, float]]:
     model, data, loss_fn = scenario.problem()
     with Trainer(

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from pipetransformer import Trainer
-from tests.helpers.forced import train_quickly
 from tests.helpers.measured import measuring, never
 from tests.helpers.models import tiny_data, tiny_model
 from tests.helpers.pool import Pool
-from tests.helpers.scenario import Outcome, Scenario, Shape, merge
+from tests.helpers.scenario import Outcome, Scenario, Shape, merge, train
 
 TOLD = re.compile(r"cache_dtype='(\w+)' changes the loss of one batch from (\S+) to (\S+) \(")
 
@@ -34,7 +33,7 @@ def train_and_listen(scenario: Scenario) -> tuple[Outcome, list[str]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        return train_quickly(scenario), messages
+        return train(scenario), messages
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

@@ -19,7 +19,7 @@ from pipetransformer import Trainer
 from pipetransformer.elastic.deployment import Deployment
 from tests.helpers.inspection import layered_of
 from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
@@ -28,6 +28,7 @@ from tests.helpers.resumes import (
     Interrupted,
     assert_resumes_with_the_same_bits,
     fit_until,
+    leave_interrupted,
     make_trainer,
     resume,
     uninterrupted,
@@ -37,7 +38,7 @@ from tests.helpers.scenario import Scenario, Shape, assert_equal, assert_same_bi
 SHRINKING = {0: Shape(2, 3), 5: Shape(2, 2), 7: Shape(1, 2)}
 
 
-@measuring(once)
+@measuring(never)
 def fit_until_transition(scenario: Scenario, folder: str, number: int) -> None:
     """Train until an interruption within a transition, after its decision has been recorded."""
     change, calls = Deployment.change, []
@@ -64,7 +65,7 @@ def test_a_resumed_run_ends_with_the_uninterrupted_one_s_bits(
     assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until, last_step)
 
 
-@pytest.mark.parametrize("last_step", [3, slow(7), slow(9), 14])
+@pytest.mark.parametrize("last_step", [slow(3), slow(7), slow(9), 14])
 def test_a_run_resumed_within_an_epoch_ends_with_the_same_bits_and_report(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:
@@ -97,7 +98,8 @@ class Remembering(FreezePolicy):
         self.shown = list(state["shown"])
 
 
-@pytest.mark.parametrize("last_step", [5, slow(11)])
+@pytest.mark.parametrize("last_step", [5, 11])
+@pytest.mark.slow
 def test_a_policy_s_state_and_the_norms_of_half_an_interval_survive_a_resume(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_policy_s_state_and_the_norms_of_half_an_interval_survive_a_resume(
     assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until, last_step)
 
 
+@pytest.mark.slow
 def test_four_replicas_resume_with_the_same_bits(four_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario({0: Shape(4, 2), 6: Shape(1, 2)}, frozen=(0, 1), dtype="float32")
     assert_resumes_with_the_same_bits(four_ranks, tmp_path, scenario, fit_until, 12)
@@ -122,15 +125,12 @@ def test_a_run_killed_within_a_transition_resumes_with_the_same_bits(
 def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
     two_ranks: Pool, tmp_path: Path, pattern: str
 ) -> None:
-    def interrupt_and_damage(scenario: Scenario, folder: str) -> None:
-        two_ranks.run(fit_until, scenario, folder, 9)
-        file = sorted((Path(folder) / "checkpoints" / "step-00000008").glob(pattern))[0]
-        data = file.read_bytes()
-        file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32", settings=EVERY_2_STEPS)
     whole = uninterrupted(two_ranks, scenario, tmp_path)
-    interrupt_and_damage(scenario, str(tmp_path / "cut"))
+    leave_interrupted(two_ranks, scenario, tmp_path / "cut", 9)
+    file = sorted((tmp_path / "cut/checkpoints/step-00000008").glob(pattern))[0]
+    data = file.read_bytes()
+    file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     assert_same_bits(merge(two_ranks.run(resume, scenario, str(tmp_path / "cut"))), whole)
     # The damaged one was replaced when its step was reached again, and aged.
     left = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
@@ -140,7 +140,7 @@ def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
 def test_a_damaged_journal_does_not_stop_a_resume(two_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
     whole = uninterrupted(two_ranks, scenario, tmp_path)
-    two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 9)
+    leave_interrupted(two_ranks, scenario, tmp_path / "cut", 9)
     journal = tmp_path / "cut" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     assert b'"step": 7,' in lines[7]
@@ -155,17 +155,18 @@ def test_a_run_resumes_within_an_epoch_on_any_number_of_processes(  # noqa: PLR0
 ) -> None:
     scenario = Scenario({0: Shape(length, 3)}, frozen=(0, 2, 3), settings=EVERY_2_STEPS)
     pools = {2: two_ranks, 4: four_ranks}
-    pools[saved_on].run(fit_until, scenario, str(tmp_path), 7)
+    leave_interrupted(pools[saved_on], scenario, tmp_path / "cut", 7)
     smaller = dataclasses.replace(scenario, shapes={0: Shape(min(2, resumed_on), 1)})
     if resumed_on == 1:
-        outcomes = [resume(smaller, str(tmp_path))]
+        outcomes = [resume(smaller, str(tmp_path / "cut"))]
     else:
-        outcomes = pools[resumed_on].run(resume, smaller, str(tmp_path))
+        outcomes = pools[resumed_on].run(resume, smaller, str(tmp_path / "cut"))
     reference = plain(scenario)
     assert_equal(dataclasses.replace(merge(outcomes), losses=reference.losses), reference)
 
 
-@pytest.mark.parametrize("slots_per_node", [slow(1), 2])
+@pytest.mark.parametrize("slots_per_node", [1, 2])
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_nodes(
     four_ranks: Pool, tmp_path: Path, slots_per_node: int
 ) -> None:
@@ -180,7 +181,7 @@ def test_a_run_resumes_on_another_number_of_nodes(
 def test_the_journal_wins_over_the_planner_after_a_resume(two_ranks: Pool, tmp_path: Path) -> None:
     scenario = Scenario(SHRINKING, frozen=(0, 2, 3), dtype="float32")
     whole = uninterrupted(two_ranks, scenario, tmp_path)
-    two_ranks.run(fit_until, scenario, str(tmp_path / "cut"), 9)
+    leave_interrupted(two_ranks, scenario, tmp_path / "cut", 9)
     other = dataclasses.replace(scenario, shapes={**SHRINKING, 8: Shape(2, 2), 9: Shape(1, 2)})
     assert_same_bits(merge(two_ranks.run(resume, other, str(tmp_path / "cut"))), whole)
 

@@ -116,14 +116,15 @@ def test_two_trainers_that_close_in_the_order_of_their_opening_do_not_touch_each
     assert_in_order(1)
 
 
-def on_two_ranks(length: int) -> None:
+def on_two_ranks(lengths: tuple[int, ...]) -> None:
     suit_tests()
-    assert_in_order(length)
+    for length in lengths:
+        assert_in_order(length)
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_on_two_ranks_the_process_group_lives_as_long_as_any_of_its_trainers(length: int) -> None:
-    launch(on_two_ranks, (length,), num_slots=2, start_method="forkserver")
+@pytest.mark.slow
+def test_on_two_ranks_the_process_group_lives_as_long_as_any_of_its_trainers() -> None:
+    launch(on_two_ranks, ((1, 2),), num_slots=2, start_method="forkserver")
 
 
 def test_a_model_without_weights_on_rank_0_is_refused_by_name() -> None:

@@ -62,8 +62,8 @@ def train(settings: dict[str, Any]) -> tuple[list[float], int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cache": False},
-        {"pipeline_length": 2, "micro_batches": 2},
+        slow({"cache": False}),
+        slow({"pipeline_length": 2, "micro_batches": 2}),
         {"pipeline_length": 1},
         {"pipeline_length": 2, "micro_batches": 3, "cache_limit_bytes": 20_000},
         {"micro_batch_size": 2, "freeze_interval_steps": 3, "num_workers": 2},

@@ -32,7 +32,7 @@ SIZES = ((5,), (4, 1), (3, 1, 2), (1, 2, 3, 1), (2, 1, 1, 3, 2))
 RunStages = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 2, 4])
 def run_stages(request: pytest.FixtureRequest) -> RunStages:
     """Offer to run a function on every stage of a pipeline of 1, 2 or 4 processes."""
     if request.param == 1:
@@ -113,11 +113,21 @@ def assert_plain_gradients(stages: list[list[Outcome]], *, inplace: bool = False
         assert [(name, value) for name, value in found if not value <= 1.0] == []
 
 
+Trained = dict[str, list[list[Outcome]]]
+"""What each stage did in each step, by schedule."""
+
+
+@pytest.fixture(scope="module")
+def trained(run_stages: RunStages) -> Trained:
+    """Train in each schedule, a step for each number of micro-batches."""
+    return {schedule: run_stages(train, schedule, SIZES) for schedule in SCHEDULES}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_equal_the_plain_models_for_every_parameter(
-    run_stages: RunStages, schedule: str
+    trained: Trained, schedule: str
 ) -> None:
-    assert_plain_gradients(run_stages(train, schedule, SIZES))
+    assert_plain_gradients(trained[schedule])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -164,9 +174,8 @@ def test_checkpointing_keeps_one_graph_and_gives_the_plain_models_gradients(
                 assert following == event.replace("R", "B")
 
 
-def test_1f1b_keeps_at_most_k_minus_j_micro_batches_and_gpipe_all(run_stages: RunStages) -> None:
-    for schedule in SCHEDULES:
-        stages = run_stages(train, schedule, SIZES)
+def test_1f1b_keeps_at_most_k_minus_j_micro_batches_and_gpipe_all(trained: Trained) -> None:
+    for schedule, stages in trained.items():
         for j, outcomes in enumerate(stages):
             kept = [outcome.report.peak_in_flight for outcome in outcomes]
             assert kept == [
@@ -177,17 +186,17 @@ def test_1f1b_keeps_at_most_k_minus_j_micro_batches_and_gpipe_all(run_stages: Ru
 
 @pytest.mark.parametrize(("schedule", "step"), [("gpipe", -1), ("1f1b", 1)])
 def test_backwards_run_downwards_under_gpipe_and_upwards_under_1f1b(
-    run_stages: RunStages, schedule: str, step: int
+    trained: Trained, schedule: str, step: int
 ) -> None:
-    for outcomes in run_stages(train, schedule, SIZES):
+    for outcomes in trained[schedule]:
         for sizes, outcome in zip(SIZES, outcomes, strict=True):
             backwards = [event for event in outcome.events if event.startswith("B")]
             assert backwards == [f"B{i}" for i in range(len(sizes))][::step]
 
 
-def test_the_last_backward_is_announced_once_right_before_it(run_stages: RunStages) -> None:
-    for schedule in SCHEDULES:
-        for outcomes in run_stages(train, schedule, SIZES):
+def test_the_last_backward_is_announced_once_right_before_it(trained: Trained) -> None:
+    for schedule, stages in trained.items():
+        for outcomes in stages:
             for sizes, outcome in zip(SIZES, outcomes, strict=True):
                 last = "B0" if schedule == "gpipe" else f"B{len(sizes) - 1}"
                 assert outcome.events[-2:] == ["last", last]

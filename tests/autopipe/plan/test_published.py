@@ -20,7 +20,6 @@ from autopipe.plan.published import (
 from autopipe.plan.request import PlanRequest
 from autopipe.profile.profile import Profile, SublayerCost
 from tests.helpers.costs import FREE, sums
-from tests.helpers.marks import slow
 from tests.helpers.plain_scenario import plain
 from tests.helpers.scenario import Scenario, Shape, assert_equal, merge, train
 
@@ -209,7 +208,8 @@ def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Pat
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("ranks", [slow("two_ranks"), "four_ranks"])
+@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+@pytest.mark.slow
 def test_processes_plan_as_published_and_train_as_a_plain_loop_does(
     request: pytest.FixtureRequest, ranks: str
 ) -> None:

@@ -59,6 +59,7 @@ def test_tests_of_gpus_are_collected_on_a_machine_that_lacks_what_others_import(
 
 
 @pytest.mark.parametrize("model", ["vit", "bert"])
+@pytest.mark.slow
 def test_the_ideal_loop_learns_what_the_plain_one_does(model: str) -> None:
     run = ShortRun((0, 3, 3, 1), model, "float64")
     kept = trained_plainly(run, "cpu", keeps=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipetransformer.checkpoint import write_model_folder
 from pipetransformer.cli import main
-from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, never
 from tests.helpers.peft_models import (
     MODELS,
     batch_of,
@@ -42,6 +42,7 @@ def outputs_of(model: Any) -> Tensor:
     return output
 
 
+@measuring(never)
 def save(name: str, folder: Path, length: int) -> Tensor:
     """Save after two steps of which the second had a frozen layer; return the outputs then."""
     model = MODELS[name]()
@@ -132,7 +133,8 @@ def run(name: str, folder: Path, length: int, steps: int) -> dict[str, Tensor]:
         return trainer.state_dict()
 
 
-@pytest.mark.parametrize("name", ["lora of BERT", slow("lora of timm")])
+@pytest.mark.parametrize("name", ["lora of BERT", "lora of timm"])
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_with_another_pipeline(
     two_ranks: Pool, tmp_path: Path, name: str
 ) -> None:

@@ -146,11 +146,16 @@ def assert_best_of_step_6(found: list[dict[str, Any]], expected: State, end: int
             assert_equal(one["weights"], expected)
 
 
+@pytest.fixture(scope="module")
+def expected(two_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> State:
+    """Return the weights after step 6, whose evaluation is the best."""
+    return two_ranks.run(after, 6, tmp_path_factory.mktemp("part"))[0]
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_run_ends_with_the_best_weights_on_every_rank(
-    two_ranks: Pool, tmp_path: Path, length: int
+    two_ranks: Pool, expected: State, tmp_path: Path, length: int
 ) -> None:
-    expected = two_ranks.run(after, 6, tmp_path / "part")[0]
     settings = {"pipeline_length": length}
     found = two_ranks.run(fit_with_marks, tmp_path / "run", 0, settings)
     assert_best_of_step_6(found, expected, 12)
@@ -162,9 +167,8 @@ def test_a_run_ends_with_the_best_weights_on_every_rank(
 
 @pytest.mark.parametrize("num_steps", [6, slow(9)])
 def test_a_resumed_run_ends_with_the_same_best_weights(
-    two_ranks: Pool, tmp_path: Path, num_steps: int
+    two_ranks: Pool, expected: State, tmp_path: Path, num_steps: int
 ) -> None:
-    expected = two_ranks.run(after, 6, tmp_path / "part")[0]
     settings = {"checkpoint_every_epochs": 1, "resume": "auto"}
     two_ranks.run(stop_after, tmp_path / "run", num_steps, settings)
     found = two_ranks.run(fit_with_marks, tmp_path / "run", num_steps // 3, settings)
@@ -172,9 +176,8 @@ def test_a_resumed_run_ends_with_the_same_best_weights(
 
 
 def test_early_stopping_ends_all_ranks_at_one_step_and_so_does_a_resume(
-    two_ranks: Pool, tmp_path: Path
+    two_ranks: Pool, expected: State, tmp_path: Path
 ) -> None:
-    expected = two_ranks.run(after, 6, tmp_path / "part")[0]
     settings = {
         "checkpoint_every_epochs": 1,
         "resume": "auto",

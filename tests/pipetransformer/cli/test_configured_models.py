@@ -27,7 +27,7 @@ CLUSTER = "docs/clusters/8x8-h100.toml"
 TINY = {
     "hidden_size": 16,
     "intermediate_size": 32,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 64,
@@ -140,7 +140,7 @@ def test_lora_trains_its_factors_alone(tmp_path: Path) -> None:
     )
     # Factors of rank 2 beside queries, 16 to 16, and values, 16 to 8.
     factors = 4 * 2 * ((16 + 16) + (16 + 8))
-    assert [cost.gradient_bytes for cost in costs] == [0, *[factors] * 4, 0]
+    assert [cost.gradient_bytes for cost in costs] == [0, *[factors] * 2, 0]
     for old, new in zip(before[1:-1], costs[1:-1], strict=True):
         assert new.parameter_bytes == old.parameter_bytes + factors
         # Two moments, and a step of 4 bytes for each of four factors.
@@ -176,7 +176,7 @@ def test_answer_says_what_was_assumed(capsys: pytest.CaptureFixture[str], tmp_pa
         "sequence-classification",
     )
     lines = plan(capsys, folder, "--seq-length", "8", *asked).splitlines()
-    assert lines[0].startswith(f"{folder} in bfloat16: 6 sublayers, ")
+    assert lines[0].startswith(f"{folder} in bfloat16: 4 sublayers, ")
     assert lines[0].endswith(" of them trained")
     assert lines[1:5] == [
         "  assumed: LlamaForSequenceClassification, for --task sequence-classification",
@@ -202,7 +202,7 @@ def test_a_name_of_the_hub_is_found_in_the_cache_alone(
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("abc")
     saved(kept / "snapshots" / "abc", "LlamaForCausalLM")
-    assert plan(capsys, "some/model").startswith("some/model in bfloat16: 6 sublayers")
+    assert plan(capsys, "some/model").startswith("some/model in bfloat16: 4 sublayers")
 
 
 @pytest.mark.parametrize(

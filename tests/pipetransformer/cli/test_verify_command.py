@@ -47,7 +47,7 @@ def parameters(config: Any) -> int:
 def test_a_small_model_is_verified_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, architecture: str
 ) -> None:
-    assert main(["verify", saved(tmp_path, architecture)]) == 0
+    assert main(["verify", saved(tmp_path, architecture, num_hidden_layers=4)]) == 0
     text = capsys.readouterr().out
     assert f"  assumed: {architecture}, which the configuration names\n" in text
     assert "in small" not in text and "4 layers can freeze" in text
@@ -58,7 +58,8 @@ def test_a_large_model_is_verified_in_small_and_the_answer_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_command, "_MOST_PARAMETERS", 100_000)
-    folder = saved(tmp_path, "LlamaForCausalLM", vocab_size=2048, intermediate_size=1024)
+    sizes = {"num_hidden_layers": 4, "vocab_size": 2048, "intermediate_size": 1024}
+    folder = saved(tmp_path, "LlamaForCausalLM", **sizes)
     assert main(["verify", folder, "--lora", "1"]) == 0
     text = capsys.readouterr().out
     assert "  in small: num_hidden_layers 3 of 4, vocab_size 1024 of 2048, hidden_size 8" in text

@@ -23,7 +23,7 @@ from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
 from tests.helpers.inspection import deployment_of, layered_of, model_of, stage_of
 from tests.helpers.live_bytes import LiveBytes
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import NUM_CLASSES, NUM_FEATURES, Block, tiny_data, tiny_trainer
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import Forced, Shape
@@ -54,7 +54,7 @@ def start(length: int, **settings: Any) -> Iterator[Trainer]:
         evaluate_every_epochs=0,
         **settings,
     )
-    with measuring(once), trainer:
+    with measuring(never), trainer:
         yield trainer
 
 

@@ -57,6 +57,7 @@ def train_on_a_rank() -> list[float]:
     return train(augment_hidden=noise)[0]
 
 
+@pytest.mark.slow
 def test_noise_does_not_depend_on_the_number_of_ranks() -> None:
     pool = Pool(2)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -80,6 +81,20 @@ def assert_equal(ours: Run, plain: Run) -> None:
         assert torch.equal(ours.weights[name], tensor), name
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the rows of a run."""
+    folder = tmp_path_factory.mktemp("kept")
+    Run(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(kept: Path, tmp_path: Path) -> Path:
+    """Return a copy of these rows."""
+    return shutil.copytree(kept, tmp_path / "rows")
+
+
 def test_a_second_run_begins_with_the_rows_of_the_first(tmp_path: Path) -> None:
     first, second, plain = Run(tmp_path), Run(tmp_path), Run(None)
     assert (first.hits, second.hits) == ([0, NUM_SAMPLES], [NUM_SAMPLES, NUM_SAMPLES])
@@ -127,13 +142,12 @@ def scale(model: nn.Module) -> None:
     ],
 )
 def test_what_changes_frozen_layers_changes_rows_and_nothing_else_does(
-    change: Callable[[nn.Module], None], hits: int, tmp_path: Path
+    change: Callable[[nn.Module], None], hits: int, rows: Path
 ) -> None:
-    Run(tmp_path)
     changed, plainly = build(KIND), build(KIND)
     change(changed)
     change(plainly)
-    ours, plain = Run(tmp_path, model=changed), Run(None, model=plainly)
+    ours, plain = Run(rows, model=changed), Run(None, model=plainly)
     assert ours.hits == [hits, NUM_SAMPLES]
     assert_equal(ours, plain)
 
@@ -149,19 +163,17 @@ def test_what_changes_frozen_layers_changes_rows_and_nothing_else_does(
     ],
 )
 def test_a_setting_that_changes_rows_finds_none_and_another_finds_all(
-    settings: dict[str, Any], hits: int, tmp_path: Path
+    settings: dict[str, Any], hits: int, rows: Path
 ) -> None:
-    Run(tmp_path)
-    found = Run(tmp_path, **settings).hits
+    found = Run(rows, **settings).hits
     assert found[1] == NUM_SAMPLES and (found[0] > 0) == (hits > 0)
 
 
-def test_other_threads_compute_other_last_bits_so_they_find_no_row(tmp_path: Path) -> None:
-    Run(tmp_path)
+def test_other_threads_compute_other_last_bits_so_they_find_no_row(rows: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        assert Run(tmp_path).hits[0] == 0
+        assert Run(rows).hits[0] == 0
     finally:
         torch.set_num_threads(before)
 
@@ -219,13 +231,12 @@ def test_a_collate_function_that_cuts_texts_elsewhere_gets_rows_of_its_own(
 
 
 def test_a_changed_function_beneath_a_module_is_found_by_computing_rows_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rows: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Run(tmp_path)
     whole = F.layer_norm
     monkeypatch.setattr(F, "layer_norm", lambda *args, **kwargs: whole(*args, **kwargs) * 1.001)
     with caplog.at_level(logging.WARNING):
-        ours = Run(tmp_path)
+        ours = Run(rows)
     assert "are other than this run computes, though the weights are the same" in caplog.text
     assert ours.hits == [0, NUM_SAMPLES]
     assert_equal(ours, Run(None))
@@ -241,17 +252,16 @@ def halve_by(share: float) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("hook", [halve, halve_by(0.25)])
 def test_a_hook_on_a_frozen_module_is_part_of_what_rows_are_made_from(
-    hook: Callable[..., Any], tmp_path: Path
+    hook: Callable[..., Any], rows: Path
 ) -> None:
     def hooked() -> nn.Module:
         model = build(KIND)
         model.get_submodule("transformer.h.0.mlp").register_forward_hook(hook)
         return model
 
-    Run(tmp_path)
-    first, plain = Run(tmp_path, model=hooked()), Run(None, model=hooked())
+    first, plain = Run(rows, model=hooked()), Run(None, model=hooked())
     assert first.hits == [0, NUM_SAMPLES]
-    assert Run(tmp_path, model=hooked()).hits[0] == NUM_SAMPLES
+    assert Run(rows, model=hooked()).hits[0] == NUM_SAMPLES
     assert_equal(first, plain)
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipetransformer import FreezeCallback
 from tests.helpers.any_models import KINDS, WORDS, Kind, build
+from tests.helpers.marks import slow
 
 trl = pytest.importorskip("trl")
 
@@ -85,12 +86,10 @@ def train(
     ("kind", "settings"),
     [
         (UNTIED, {}),
-        (LLAMA, {"gradient_accumulation_steps": 2}),
-        pytest.param(LLAMA, {"lora": True}, marks=pytest.mark.slow),
-        pytest.param(
-            LLAMA, {"packing": True, "packing_strategy": "wrapped"}, marks=pytest.mark.slow
-        ),
-        pytest.param(KINDS["qwen3"], {"loss_type": "dft"}, marks=pytest.mark.slow),
+        slow(LLAMA, {"gradient_accumulation_steps": 2}),
+        slow(LLAMA, {"lora": True}),
+        slow(LLAMA, {"packing": True, "packing_strategy": "wrapped"}),
+        slow(KINDS["qwen3"], {"loss_type": "dft"}),
     ],
 )
 def test_rows_change_nothing_that_is_fine_tuned(

@@ -71,11 +71,12 @@ def compiled(layered: LayeredModel, backend: str = "aot_eager") -> CompiledBlock
 @pytest.mark.parametrize(
     ("build", "backend", "num_kinds"),
     [
-        pytest.param(bert, "eager", 2, marks=pytest.mark.slow),
+        (bert, "eager", 2),
         (gpt2, "aot_eager", 1),
     ],
     ids=["bert", "gpt2"],
 )
+@pytest.mark.slow
 def test_twelve_equal_blocks_share_one_graph_for_six_lengths_and_equal_eager_ones(
     build: Callable[[], LayeredModel], backend: str, num_kinds: int
 ) -> None:

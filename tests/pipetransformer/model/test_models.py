@@ -22,7 +22,7 @@ from autodp.sampler import EpochSampler, shuffled
 from pipetransformer import FreezeSchedule, Trainer
 from tests.helpers.adapted import answerer, classifier, hf_vit, text_model, timm_vit
 from tests.helpers.marks import slow
-from tests.helpers.measured import measuring, once
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import Entries
 from tests.helpers.pool import Pool
 
@@ -81,7 +81,7 @@ def build(kind: str) -> tuple[nn.Module, Entries]:
     return model.double(), Entries(entries)
 
 
-@measuring(once)
+@measuring(never)
 def train(kind: str, length: int) -> dict[str, Tensor]:
     """Train in a pipeline, freezing a layer in the second epoch."""
     model, data = build(kind)

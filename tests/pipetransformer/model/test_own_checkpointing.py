@@ -97,6 +97,7 @@ def test_blocks_that_recompute_by_themselves_train_the_same_bits(setting: bool) 
     assert asking.keep_bytes == plain.keep_bytes
 
 
+@pytest.mark.slow
 def test_blocks_that_recompute_by_themselves_train_the_same_bits_in_a_pipeline(
     two_ranks: Pool,
 ) -> None:

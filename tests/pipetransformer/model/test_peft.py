@@ -13,6 +13,7 @@ from torch import nn
 from pipetransformer.model import adapt
 from tests.helpers.inspection import layered_of
 from tests.helpers.marks import slow
+from tests.helpers.measured import measuring, never
 from tests.helpers.peft_models import (
     CAUSAL,
     CLASSES,
@@ -89,6 +90,7 @@ def test_adapters_train_in_replicated_pipelines(four_ranks: Pool, name: str) -> 
     assert_as_loop(outcomes[0], loop(name), trained)
 
 
+@measuring(never)
 def dropping(length: int) -> Outcome:
     model = with_adapter(llama, lora(lora_dropout=0.5, **CAUSAL))
     with make_trainer(model, (0, 0), pipeline_length=length) as trainer:

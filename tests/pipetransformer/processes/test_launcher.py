@@ -275,7 +275,7 @@ def short_folder() -> Iterator[Path]:
     ("ending", "how", "start_method"),
     [
         slow(signal.SIGTERM, "stopped", "forkserver"),
-        (signal.SIGKILL, "waiting", "forkserver"),
+        slow(signal.SIGKILL, "waiting", "forkserver"),
         pytest.param(
             signal.SIGKILL,
             "stopped",

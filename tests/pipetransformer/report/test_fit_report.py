@@ -14,6 +14,7 @@ from freeze import FreezeContext, FreezeSchedule, Linear
 from pipetransformer import FitReport, Trainer
 from pipetransformer.report import RECORDS_FILE, latest_branch, read_records
 from pipetransformer.report.pictures import total_breakdown
+from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never
 from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model, tiny_trainer
 from tests.helpers.pool import Pool
@@ -56,8 +57,8 @@ def figures(report: FitReport) -> tuple[int, int, int]:
     [
         {"pipeline_length": 1},
         {"pipeline_length": 2},
-        {"pipeline_length": 2, "weight_versions": "stashed"},
-        {"stage_workers": (1, 1)},
+        slow({"pipeline_length": 2, "weight_versions": "stashed"}),
+        slow({"stage_workers": (1, 1)}),
     ],
     ids=str,
 )

@@ -143,11 +143,12 @@ def train_in_pipelines(settings: Mapping[str, Any]) -> Outcome:
     "settings",
     [
         {"pipeline_length": 2, "micro_batch_size": 2},
-        slow({"pipeline_length": 1, "micro_batch_size": 2}),
-        slow({"pipeline_length": 2, "micro_batch_size": 4, "weight_versions": "stashed"}),
+        {"pipeline_length": 1, "micro_batch_size": 2},
+        {"pipeline_length": 2, "micro_batch_size": 4, "weight_versions": "stashed"},
     ],
     ids=["K=2", "R=2", "stashed"],
 )
+@pytest.mark.slow
 def test_two_processes_train_as_eager_with_the_same_dropout(
     two_ranks: Pool, settings: Mapping[str, Any]
 ) -> None:

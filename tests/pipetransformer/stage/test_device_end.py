@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autopipe.engine.executor import StageRun
 from pipetransformer import Callback, NonFiniteError, Trainer, adamw, named_optimizer
 from pipetransformer.stage.device_end import DeviceEnd
+from tests.helpers.marks import slow
 from tests.helpers.stand_in_gpu import StandInGpu, put_on_gpu, stand_in_gpu
 
 _NUM, _BATCH, _CLASSES = 64, 16, 3
@@ -98,9 +99,18 @@ def assert_equal_runs(one: Any, other: Any) -> None:
         assert difference <= 1e-9 + 1e-7 * float(weight.abs().max()), name
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - 1).square().mean()
+
+
 @pytest.mark.parametrize(
-    "loss_fn", [nn.CrossEntropyLoss(), lambda output, target: (output - 1).square().mean()]
+    ("loss_fn", "max_grad_norm"),
+    [
+        (nn.CrossEntropyLoss(), 0.5),
+        (square, None),
+        slow(nn.CrossEntropyLoss(), None),
+        slow(square, 0.5),
+    ],
 )
 def test_a_gpu_decides_as_the_host_does(
     loss_fn: Callable[..., Tensor], max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch
