@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     train.add_argument("--batch_size", type=int, default=64)
     train.add_argument("--epochs", type=int, default=8)
     train.add_argument("--learning_rate", type=float, default=1e-3)
-    train.add_argument("--num_samples", type=int, help="of the 1,197 training images")
+    train.add_argument("--num_samples", type=int, help="of the 1,184 training images")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--small", action="store_true", help="narrow networks, to try it")
     train.add_argument("--picture", type=Path, help="draw accuracy over time into this file")
