@@ -16,6 +16,7 @@ from experiments.gpu_check.table import table
 _ROOM = "experiments.gpu_check.phases"
 _SECONDS = {
     "card": (20, 25),
+    "loops": (110, 60),
     "marked_tests": (75, 16),
     "equality": (100, 45),
     "finetuning": (65, 18),

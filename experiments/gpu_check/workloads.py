@@ -155,6 +155,13 @@ def random_sentences(num: int, length: int, *, shortest: int | None = None) -> R
     return _text_rows(ids, lengths, torch.arange(num) % 2)
 
 
+def random_texts(num: int, length: int, num_words: int) -> Rows:
+    """Return texts of random tokens, whose labels are their tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, num_words, (num, length), generator=generator)
+    return Rows({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+
+
 def sentences(data: str | None, num: int, length: int) -> Rows:
     """Return SST-2's sentences, cut or padded to a length; random ones where none were packed.
 

@@ -38,7 +38,8 @@ def read_for_shape(own: CutForward, given: Entries) -> dict[str, Tensor]:
 
 def _is_blind(own: CutForward, given: Entries, name: str) -> bool:
     """Tell whether what blocks are given, and the answer above them, do without an entry."""
-    zeros = {**given, name: torch.zeros((), dtype=given[name].dtype).expand(given[name].shape)}
+    zero = torch.zeros((), dtype=given[name].dtype, device=given[name].device)
+    zeros = {**given, name: zero.expand(given[name].shape)}
     with torch.no_grad():
         hidden = own.below(given, training=False)
         seen = [_seen(own, hidden, one) for one in (given, zeros)]

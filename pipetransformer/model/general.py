@@ -79,7 +79,7 @@ def present(
     """Present a model by what it does with a few samples.
 
     Args:
-        batch: two samples or more; (N, ...) each, in host memory.
+        batch: two samples or more; (N, ...) each. They go to where the model's weights are.
         loss_fn: the user's own; else the model's is looked for.
         unties: whether the head gets copies of the tensors that it shares with the embedding.
         keeps_to_labels: whether the loss reads no position that its label leaves out.
@@ -89,6 +89,8 @@ def present(
     names = names_of(model)
     inputs = tuple(name for name in names.inputs if name in batch)
     keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+    device = next((parameter.device for parameter in model.parameters()), None)
+    batch = {name: entry.to(device) for name, entry in batch.items()}
     given = {name: batch[name] for name in inputs}
 
     def run() -> Any:

@@ -38,6 +38,11 @@ _FREE = {"detach", "view", "t", "transpose", "split", "split_with_sizes", "slice
 """Operations that launch nothing: they make views, or reserve memory."""
 
 
+_MIXES = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_",
+          "_unsafe_index"}  # fmt: skip
+"""Operations that take tensors of the host beside the GPU's: copies, and indices."""
+
+
 class StandInGpu:
     """Count what a GPU would have been given.
 
@@ -139,6 +144,8 @@ class _ToHost(torch.autograd.Function):
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the host's tensors, and wrap what it returns."""
     name, gpu = func.overloadpacket.__name__, OnGpu.gpu
+    if name not in _MIXES:
+        _refuse_mixed(func, args)
     if name in _READS:
         gpu.note_wait(name)
     if name not in _FREE:
@@ -179,6 +186,22 @@ def _waits_for(argument: Any, name: str) -> bool:
         return any(_waits_for(one, name) for one in argument)
     on_host = isinstance(argument, Tensor) and not isinstance(argument, OnGpu)
     return on_host and (argument.ndim > 0 or name == "where")
+
+
+def _refuse_mixed(func: Any, args: Any) -> None:
+    """Raise as CUDA does for tensors of the host among the GPU's; single numbers may be there."""
+    leaves = [
+        one for value in args for one in (value if isinstance(value, (list, tuple)) else [value])
+    ]
+    tensors = [one for one in leaves if isinstance(one, Tensor)]
+    on_gpu = [isinstance(one, OnGpu) and not one.is_away for one in tensors]
+    if any(on_gpu) and any(
+        not there and one.ndim for there, one in zip(on_gpu, tensors, strict=True)
+    ):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"cuda:0 and cpu! (when {func} was called)"
+        )
 
 
 # An operation's arguments and results are tensors, and lists and tuples of them. Torch's own
