@@ -122,7 +122,7 @@ class Ours(Loop):
         super().__init__(case, device)
         self._loader = case.loader(device)
         precision = {torch.bfloat16: "bf16", None: None}[case.autocast_to]
-        more = {} if precision is None else {"precision": precision}
+        more: dict[str, Any] = {} if precision is None else {"precision": precision}
         self.cached: CachedLoop = attach(self.model, freeze=0, **more, **settings)
         self.hits: list[int] = []
 

@@ -46,6 +46,11 @@ class Collation:
     def required(self) -> tuple[str, ...]:
         return (*self.inputs, *(self.targets if self.needs_targets else ()))
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of a TensorDataset's tensors, in their order."""
+        return (*self.inputs, *self.targets)
+
     def unused(self, item: Any) -> tuple[str, ...]:
         """Name the entries of an item that the model does not know."""
         known = self._known()

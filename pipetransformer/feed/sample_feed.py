@@ -202,7 +202,7 @@ class SampleFeed:
         return self.read(ids * max(1, len(self.dataset) // self._task.config.global_batch_size))
 
     def _look(self, ids: Tensor, *, epoch: int) -> Batch:
-        return self.samples.probe(ids.tolist(), view=self._view(epoch))
+        return self.samples.probe(ids.tolist(), view=self.view(epoch))
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
         """Return the samples as they are in an epoch.
@@ -281,7 +281,7 @@ class SampleFeed:
 
     def fetch(self, ids: Tensor, *, epoch: int, keeps: bool) -> Batch:
         """See `Rows.fetch`."""
-        view = self._view(epoch)
+        view = self.view(epoch)
 
         def load(wanted: Tensor) -> Batch:
             batch = self._foreseen.read(wanted.tolist(), view=view)
@@ -350,7 +350,7 @@ class SampleFeed:
         if num_rows is None:
             num_rows = self._store.num_rows if self._store is not None else 0
         num_all = self._num_views * len(self.dataset)
-        wanted = ids + self._view(epoch) * len(self.dataset) if self._num_views > 1 else ids
+        wanted = ids + self.view(epoch) * len(self.dataset) if self._num_views > 1 else ids
         if num_rows in (0, num_all):
             return wanted
         # A sample has a row if its share of all rows reaches the next whole number. The number
@@ -366,7 +366,8 @@ class SampleFeed:
             ids = ids[:0]
         return ids, self._row_ids(ids, epoch)
 
-    def _view(self, epoch: int) -> int:
+    def view(self, epoch: int) -> int:
+        """Return the view of each sample that an epoch has."""
         views = self._task.config.cache_views
         return epoch if views is None else epoch % views  # Without views each epoch is its own.
 
@@ -376,7 +377,7 @@ class SampleFeed:
         if self._cache is None:
             for epoch, ids in coming:
                 if len(ids):
-                    yield tuple(ids.tolist()), self._view(epoch)
+                    yield tuple(ids.tolist()), self.view(epoch)
             return
         fetches, behind = itertools.tee(with_later(coming))
         samples = (
@@ -391,7 +392,7 @@ class SampleFeed:
                 return  # What the next epoch will lack depends on what this one writes.
             writing = epoch if writes else writing
             if len(wanted):
-                yield tuple(wanted.tolist()), self._view(epoch)
+                yield tuple(wanted.tolist()), self.view(epoch)
 
     @property
     def _uses_store(self) -> bool:
@@ -472,7 +473,7 @@ class SampleFeed:
         return self._proof(epoch=0).holds(store, ids, rows)
 
     def _proof(self, *, epoch: int) -> KeptProof:
-        stamps, content, view = self.prefix.stamps, self._rows.content, self._view(epoch)
+        stamps, content, view = self.prefix.stamps, self._rows.content, self.view(epoch)
         return KeptProof(self._cache_over, stamps, self.samples, content, view)
 
     def _prove_others(self, ids: Tensor, epoch: int) -> None:

@@ -1,9 +1,11 @@
 """Freeze a model's bottom blocks, and cache what they compute, in a training loop of one's own.
 
-cached_loop: an own loop, epoch by epoch ──┬─► served_rows: the feed, and batches in their shape
-  └─► epoch_policy: asks a policy           │     ├─► loaders: have a loader give indices
-callbacks of transformers and Lightning     │     ├─► served_blocks: start above frozen blocks
-  └─► serving_observer: what they share ────┘     └─► given_batch: is it the batch that was given?
+cached_loop: a loop, epoch by epoch ──────┬─► row_service: the feed, and batches of its rows
+  └─► epoch_policy: asks a policy         │     ├─► loaders: have a loader give indices
+callbacks of transformers and Lightning   │     ├─► batch_form: the form of its batches
+  └─► serving_observer: what they share ──┘     └─► short_forward: start above frozen blocks
+                                                      └─► forward_call: which rows is it of?
+                                                            └─► batch_entry: says so itself
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from freeze import (
     chosen_policy,
 )
 from pipetransformer.loop.epoch_policy import EpochPolicy
-from pipetransformer.loop.served_rows import ServedRows, check_settings
+from pipetransformer.loop.row_service import RowService, check_settings
 from pipetransformer.model import refuse_wrapper
 
 
@@ -97,7 +97,7 @@ class CachedLoop:
     ) -> None:
         self._model, self._freezes, self._settings = model, freezes, dict(settings)
         self._num_begun = self.num_frozen = 0
-        self._rows: ServedRows | None = None
+        self._rows: RowService | None = None
         self._is_closed = False
         self.stats = CacheStats()
 
@@ -121,12 +121,11 @@ class CachedLoop:
         # What is kept serves loops in any mode.
         with torch.inference_mode(False):
             rows = self._start(loader)
-            rows.blocks.serve_none()  # Of an epoch that the loop has left.
             self.num_frozen = self._freeze(rows, loader)
         rows.take_stats()
         rows.epoch = epoch = self._num_begun
         self._num_begun += 1
-        serves = rows.may_serve
+        serves = rows.forward.is_awaited = rows.may_serve
         try:
             for batch in rows.batches(loader) if serves else loader:
                 yield batch
@@ -136,22 +135,22 @@ class CachedLoop:
                     )
         finally:
             if rows.epoch == epoch:
-                rows.blocks.serve_none()
+                rows.forward.is_awaited = False
         if rows.epoch == epoch:
             self.stats = rows.take_stats()
 
-    def _freeze(self, rows: ServedRows, loader: DataLoader[Any]) -> int:
+    def _freeze(self, rows: RowService, loader: DataLoader[Any]) -> int:
         if isinstance(self._freezes, EpochPolicy):
             return self._freezes.begin_epoch(self._num_begun, rows, len(loader))
         num_frozen = self._freezes(self._num_begun)
         rows.set_depth(num_frozen)
         return num_frozen
 
-    def _start(self, loader: DataLoader[Any]) -> ServedRows:
+    def _start(self, loader: DataLoader[Any]) -> RowService:
         if self._is_closed:
             raise ValueError("this loop was closed; attach the model anew")
         if self._rows is None:
-            self._rows = ServedRows.of(self._model, loader, self._settings)
+            self._rows = RowService(self._model, loader, self._settings)
             weakref.finalize(self, self._rows.close)
         self._rows.refuse_another(loader)
         return self._rows

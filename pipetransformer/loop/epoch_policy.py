@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from freeze import FreezePolicy, PolicyFunction
 from freeze.advisor import Observer, learning_rates
-from pipetransformer.loop.served_rows import ServedRows
+from pipetransformer.loop.row_service import RowService
 
 
 @final
@@ -28,11 +28,11 @@ class EpochPolicy(Observer):
         super().__init__(policy, every_steps=sys.maxsize, act=True)
         self.keeps_outputs = True
         self._optimizer, self._num_epochs = optimizer, num_epochs
-        self._rows: ServedRows | None = None
+        self._rows: RowService | None = None
         self._step, self._owes_end = 0, False
         self._handles: list[RemovableHandle] = []
 
-    def begin_epoch(self, epoch: int, rows: ServedRows, num_batches: int) -> int:
+    def begin_epoch(self, epoch: int, rows: RowService, num_batches: int) -> int:
         """Freeze what the coming epoch freezes; return how many blocks. Collective."""
         if self._rows is None:
             self._rows = rows
@@ -70,7 +70,7 @@ class EpochPolicy(Observer):
             handle.remove()
 
     @property
-    def _served(self) -> ServedRows:
+    def _served(self) -> RowService:
         assert self._rows is not None
         return self._rows
 

@@ -58,9 +58,8 @@ class LightningFreezeCallback(ServingObserver, LightningFreezeAdvisor):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse_what_cannot_freeze(trainer)
         model, loader = _part(pl_module, self._name), trainer.train_dataloader
-        # Lightning takes one batch ahead of a loader without a length.
         precision = _PRECISIONS.get(trainer.precision)
-        self.begin_rows(model, loader, num_known=2, precision=precision)
+        self.begin_rows(model, loader, precision=precision)
         super().on_train_start(trainer, pl_module)
         if not self.advice.looks:
             rate, _ = learning_rates(trainer.optimizers[0].param_groups)

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from pipetransformer.feed import tell_of_loss, tell_of_outputs
-from pipetransformer.loop.given_batch import GivenBatch
-from pipetransformer.loop.served_blocks import ServedBlocks
+from pipetransformer.loop.forward_call import RowBatch
 from pipetransformer.model import Task, forward_parameters, output_of, whole_in_mode
 
 
 def compare_rounded(
     task: Task,
-    blocks: ServedBlocks,
     *,
-    exact: GivenBatch,
-    rounded: GivenBatch,
+    exact: RowBatch,
+    rounded: RowBatch,
     targets: Mapping[str, Tensor],
     tells: bool,
 ) -> None:
@@ -31,7 +29,7 @@ def compare_rounded(
         tells: whether this process logs. All run the batch, as a sharded model needs it.
     """
     given = {n: t for n, t in targets.items() if n in forward_parameters(task.model.model)}
-    before, after = (_answer(task, blocks, batch, given) for batch in (exact, rounded))
+    before, after = (_answer(task, batch, given) for batch in (exact, rounded))
     if not tells:
         return
     old, new = (getattr(answer, "loss", None) for answer in (before, after))
@@ -44,17 +42,14 @@ def compare_rounded(
         tell_of_outputs(dtype, float((new - old).norm() / old.norm().clamp_min(1e-12)))
 
 
-def _answer(
-    task: Task, blocks: ServedBlocks, batch: GivenBatch, targets: Mapping[str, Tensor]
-) -> Any:
+def _answer(task: Task, batch: RowBatch, targets: Mapping[str, Tensor]) -> Any:
     """Return what the model answers in eval mode, its frozen blocks giving a batch's rows."""
     assert batch.rows is not None
     model, device = task.model.model, batch.rows.device
-    entries = {**batch.inputs, **targets}
+    entries: dict[str, Tensor] = {**batch.entries(), **targets}
     with (
         torch.no_grad(),
         whole_in_mode(model, training=False),
         task.computing(device),
-        blocks.serving(batch),
     ):
         return model(**{name: entry.to(device) for name, entry in entries.items()})

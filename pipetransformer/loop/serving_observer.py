@@ -21,7 +21,7 @@ from torch import nn
 from autocache import CacheStats
 from freeze import FreezeChoice, chosen_policy
 from freeze.advisor import Observer
-from pipetransformer.loop.served_rows import ServedRows, check_settings
+from pipetransformer.loop.row_service import RowService, check_settings
 
 
 class ServingObserver(Observer):
@@ -57,17 +57,14 @@ class ServingObserver(Observer):
         super().__init__(chosen_policy(freeze), every_steps=every_steps, act=True, layers=layers)
         self.keeps_outputs = cache
         self._caches, self._settings = cache, settings
-        self._rows: ServedRows | None = None
+        self._rows: RowService | None = None
         self._swap = ExitStack()
         self.stats = CacheStats()
 
-    def begin_rows(
-        self, model: nn.Module, loader: Any, *, num_known: int, precision: str | None
-    ) -> None:
+    def begin_rows(self, model: nn.Module, loader: Any, *, precision: str | None) -> None:
         """Look at a model and the samples that it will train on. Collective.
 
         Args:
-            num_known: batches that the trainer takes before it runs the first of them.
             precision: of the trainer's autocast.
         """
         self.end_rows()  # Of a training that has failed.
@@ -77,12 +74,11 @@ class ServingObserver(Observer):
         settings = {**asked, **self._settings}
         try:
             # Losses of trainers leave out what labels do: padding.
-            self._rows = ServedRows.of(model, loader, settings, keeps_to_labels=True)
+            self._rows = RowService(model, loader, settings, keeps_to_labels=True)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}. Or freeze without rows: cache=False") from error
         self._at_the_end = weakref.finalize(self, self._rows.close)
-        self._rows.blocks.serve_none(num_known=num_known)
         self._rows.set_depth(0)
 
     def take_over(self, loader: Any) -> None:

@@ -30,8 +30,6 @@ class FreezeCallback(ServingObserver, FreezeAdvisor):
         self.begin_rows(
             kwargs["model"],
             kwargs["train_dataloader"],
-            # A step's batches are taken before its first one runs, and one more by accelerate.
-            num_known=args.gradient_accumulation_steps + 1,
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else None,
         )
         super().on_train_begin(args, state, control, **kwargs)

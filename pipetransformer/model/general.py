@@ -75,6 +75,7 @@ def present(
     *,
     unties: bool = False,
     keeps_to_labels: bool = False,
+    beside: tuple[str, ...] | None = None,
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -83,6 +84,7 @@ def present(
         loss_fn: the user's own; else the model's is looked for.
         unties: whether the head gets copies of the tensors that it shares with the embedding.
         keeps_to_labels: whether the loss reads no position that its label leaves out.
+        beside: entries that a batch has beside the inputs; None are those of the model's loss.
     Raises:
         ValueError: its forward fails, or has no row of blocks.
     """
@@ -122,7 +124,7 @@ def present(
         model,
         sublayers,
         inputs=inputs,
-        targets=targets,
+        targets=targets if beside is None else beside,
         loss_fn=loss,
         unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
         padding_mask=mask,

@@ -247,12 +247,18 @@ def _is_pinned(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), _PINNED, False)
 
 
+_KNOWN = (Tensor, torch.nn.Parameter, OnGpu)
+
+
 class _Functions(TorchFunctionMode):
     """Answer what torch asks the real device for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if isinstance(first, Tensor) and type(first) not in _KNOWN:
+            with self:  # It answers by itself, for which it asks again.
+                return type(first).__torch_function__(func, types, args, kwargs)
         if name == "is_pinned" and isinstance(first, Tensor):
             return _is_pinned(first)
         if name == "pin_memory" and isinstance(first, Tensor):
@@ -273,6 +279,12 @@ class _Functions(TorchFunctionMode):
         if name == "tolist" and isinstance(first, OnGpu):
             OnGpu.gpu.note_wait(name)
             return first.host.tolist()
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            if torch.device(kwargs["device"]).type == "cuda" and not isinstance(first, OnGpu):
+                made = func(*args, **{**kwargs, "device": "cpu"})
+                if made.numel():
+                    OnGpu.gpu.note_wait("upload")
+                return OnGpu(made)
         pins = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
         if pins and isinstance(result, Tensor):

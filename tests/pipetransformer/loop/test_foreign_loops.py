@@ -244,12 +244,21 @@ def test_a_forward_of_other_texts_than_the_last_batch_runs_from_its_start(
     assert_equal(do, TEXTS, tmp_path)
 
 
-@pytest.mark.parametrize("do", ODD)
-def test_a_forward_of_other_images_than_the_last_batch_is_refused(
+@pytest.mark.parametrize("do", [one for one in ODD if one not in (changes_batches, calls_a_part)])
+def test_images_that_were_not_read_are_read_where_their_rows_are_of_no_use(
     do: Callable[[Loop], None], tmp_path: Path
 ) -> None:
+    assert_equal(do, IMAGES, tmp_path)
+
+
+@pytest.mark.parametrize(("do", "asked"), [(changes_batches, "flip"), (calls_a_part, "conv2d")])
+def test_what_is_computed_of_images_that_were_not_read_is_refused(
+    do: Callable[[Loop], None], asked: str, tmp_path: Path
+) -> None:
     loop = Loop(IMAGES, tmp_path, None)
-    with pytest.raises(ValueError, match="with NaN: those of a cached batch are not read"):
+    with pytest.raises(
+        ValueError, match=f"'{asked}' was asked of 'pixel_values', which was not r"
+    ):
         do(loop)
     loop.cached.close()
 
@@ -433,7 +442,7 @@ def test_a_mask_that_the_first_samples_lack_is_refused() -> None:
     )
     with attach(build(TEXTS), freeze=DEPTH) as cached:
         with pytest.raises(
-            ValueError, match="has 'attention_mask', which the model's forward tak"
+            ValueError, match=r"not all of them have \['attention_mask'\]: give these in all"
         ):
             list(cached.epoch(loader))
 

@@ -1,61 +1,75 @@
 """Have a model's own forward start above its frozen blocks.
 
     block                 0           ...    depth - 1            depth
-    with rows             hands on           returns the rows     runs
-    without               runs               runs                 runs
+    with rows             hands on       returns the rows         runs
+    without               runs           runs                     runs
 
-A loop may take some batches before it runs them: rows are known for the last few that were given.
-Where the depth has changed since, they are fetched anew.
+A hook on the model looks at what each forward is given: entries of a batch say themselves which
+rows are theirs. They reach the model as plain tensors. In the place of an entry that was not read
+comes one NaN, expanded; where its rows are of no use, its samples are read after all.
 
 Only `forward` of the frozen blocks is replaced, on the objects. So hooks, wrappers such as DDP,
-and the rest of the model are called as ever. A hook on the model looks at what each forward is
-given. Copies and pickles of the model run from its start.
+and the rest of the model are called as ever. Copies and pickles of the model run from its start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from pipetransformer.feed import FrozenPrefix
-from pipetransformer.loop.given_batch import GivenBatch, inputs_of, refuse_unread
+from pipetransformer.loop.batch_entry import BatchEntry, Mark
+from pipetransformer.loop.forward_call import ForwardCall, RowBatch, holds_entries
 from pipetransformer.model import adapters_in_use, row_of
 
 _LOGGER = logging.getLogger(__name__)
 
 
 @final
-class ServedBlocks:
-    """Replace what a row's frozen blocks compute by rows, while there are some.
+class ShortForward:
+    """Replace what a row's frozen blocks compute by rows, where a forward has some.
 
     Args:
-        fetch_anew: returns a batch with its rows at the present depth.
+        renew: brings a batch's rows to the present depth.
+        read: returns the inputs of a batch that were not read, (B, ...) each.
+
+    Attributes:
+        is_awaited: whether a loop is within an epoch whose batches have rows.
     """
 
     def __init__(
-        self, prefix: FrozenPrefix, fetch_anew: Callable[[GivenBatch], GivenBatch]
+        self,
+        prefix: FrozenPrefix,
+        *,
+        renew: Callable[[RowBatch], None],
+        read: Callable[[RowBatch], Mapping[str, Tensor]],
     ) -> None:
-        self._prefix, self._task, self._fetch_anew = prefix, prefix.task, fetch_anew
+        self._prefix, self._task, self._renew, self._read = prefix, prefix.task, renew, read
         self._row, self._depth = row_of(self._task.model), 0
-        self._given: deque[GivenBatch] = deque(maxlen=1)
+        self._call = ForwardCall(self._task.model.model, self._task.model.targets)
+        self.is_awaited = False
         # Rows that this forward may use: known from its start to its end.
         self._rows: Tensor | None = None
-        # Also of batches that are gone: the loop may have kept them.
-        self._not_read: set[str] = set()
+        self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
-        self._handles: list[RemovableHandle] = []
         self._frozen: dict[str, Tensor] = {}
         self._adapters: list[tuple[bool, str]] = []
         self._has_told = False
+        # From the first batch on, as it may be run when all is thawed.
+        begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
+        whole = self._task.model.model
+        self._handles: list[RemovableHandle] = [
+            whole.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            whole.register_forward_hook(end, always_call=True),
+        ]
 
     def set_depth(self, depth: int) -> None:
         """Serve this many blocks from now on."""
@@ -76,71 +90,87 @@ class ServedBlocks:
             for name, index in model.owners.items()
             if model.sublayers[index].layer < depth
         }
-        if depth or self._given:
-            begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
-            whole = model.model
-            self._adapters = adapters_in_use(whole)
-            self._handles = [
-                whole.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-                whole.register_forward_hook(end, always_call=True),
-            ]
+        self._adapters = adapters_in_use(model.model)
 
     def give_back(self) -> None:
         """Let blocks run as they did."""
-        for handle in self._handles:
-            handle.remove()
         for block in self._replaced:
             replacement = vars(block)["forward"]
             if replacement.own is None:
                 del block.forward
             else:
                 block.forward = replacement.own
-        self._handles.clear()
         self._replaced.clear()
-        self._rows = None
+        self._rows, self._depth = None, 0
 
-    def serve(self, batch: GivenBatch) -> None:
-        """Let forwards of this batch use its rows, until some others were given."""
-        self._given.append(batch)
-        self._not_read |= batch.not_read
-
-    @contextmanager
-    def serving(self, batch: GivenBatch) -> Iterator[None]:
-        """Let forwards within the block use this batch's rows alone."""
-        others, self._given = self._given, deque([batch])
-        try:
-            yield
-        finally:
-            self._given = others
-
-    def serve_none(self, *, num_known: int = 1) -> None:
-        """Forget the batches that were given; of the next ones, know so many."""
-        self._given = deque(maxlen=num_known)
+    def close(self) -> None:
+        """Let the model run as it did."""
+        self.give_back()
+        for handle in self._handles:
+            handle.remove()
 
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._rows = None
-        if not self._depth and not self._not_read:
-            return None  # Nothing was left out yet, and nothing is now.
-        given = inputs_of(model, self._task.model.targets, args, kwargs)
-        place = next((i for i, one in enumerate(self._given) if one.is_in(given)), None)
-        if place is not None and self._is_as_it_was():
+        if not holds_entries(args, kwargs):
+            self._tell_once(model)
+            return None
+        mark = self._call.mark_of(args, kwargs)
+        if mark is not None and self._depth and self._is_as_it_was():
             self._refuse_thawed()
-            if self._given[place].depth != self._depth:
-                self._given[place] = self._fetch_anew(self._given[place])
-            batch = self._given[place]
-            self._rows = batch.rows
-            return batch.filled_in(model, args, kwargs) if batch.read else None
-        refuse_unread(given, self._not_read)
+            self._rows = self._rows_of(mark)
+        if self._rows is None:
+            self._tell_once(model)
+        plainly: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            BatchEntry, self._plain, (args, kwargs)
+        )
+        return plainly
+
+    def _tell_once(self, model: nn.Module) -> None:
         # An evaluation is given other batches, as it should.
-        if self._depth and self._given and model.training and not self._has_told:
+        if self._depth and self.is_awaited and model.training and not self._has_told:
             self._has_told = True
             _LOGGER.warning(
-                "within an epoch the model is given other inputs than the batch that the loader "
-                "gave last, or is changed itself: it computes all blocks for them"
+                "within an epoch the model is given other inputs than the loader's batches have, "
+                "or is changed itself: it computes all blocks for them"
             )
-        return None
+
+    def _rows_of(self, mark: Mark) -> Tensor | None:
+        """Return the rows of a mark's batches, (R, ...); None where one has none."""
+        batches: list[RowBatch] = [*mark.batches.values()]
+        for batch in batches:
+            if batch.depth != self._depth:
+                self._renew(batch)
+        found = [batch.rows for batch in batches if batch.rows is not None]
+        if len(found) < len(batches):
+            return None
+        if mark.table is batches[0].table:
+            return found[0]
+        if len({rows.shape[1:] for rows in found}) > 1:  # Padded to other lengths.
+            return None
+        numbers, places = mark.table.unbind(1)
+        taken = found[0].new_empty((len(places), *found[0].shape[1:]))
+        for batch, rows in zip(batches, found, strict=True):
+            own = (numbers == batch.number).nonzero().flatten()
+            taken[own.to(rows.device)] = rows[places[own].to(rows.device)]
+        return taken
+
+    def _plain(self, entry: BatchEntry) -> Tensor:
+        """Return an entry's values; of what was not read one NaN, or what is read now."""
+        value, mark = entry.content(), entry.mark()
+        if value is not None:
+            return value
+        assert mark is not None
+        if self._rows is not None:
+            kind = entry.dtype, entry.device
+            if kind not in self._nan:
+                self._nan[kind] = torch.full((), torch.nan, dtype=kind[0], device=kind[1])
+            return self._nan[kind].expand(entry.shape)
+        batches: list[RowBatch] = [*mark.batches.values()]
+        read = {batch.number: self._read(batch)[mark.name] for batch in batches}
+        rows = [read[number][place] for number, place in mark.table.tolist()]
+        return torch.stack(rows).to(entry.device, entry.dtype)
 
     def _end(self, *_: object) -> None:
         self._rows = None
@@ -161,8 +191,6 @@ class ServedBlocks:
     def _forward(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         rows, call = self._rows, self._row.calls[index]
         if rows is None:
-            if index == 0 and self._not_read:  # A part of the model may be called by itself.
-                refuse_unread({"hidden states": call.hidden_in((args, kwargs))}, ["hidden states"])
             return run(*args, **kwargs)
         hidden = call.hidden_in((args, kwargs))
         if index < self._depth - 1:

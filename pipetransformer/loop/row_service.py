@@ -1,16 +1,17 @@
-"""Hold what serves one model and one data set: the feed, and the blocks that are given rows.
+"""Serve one model and one data set: the feed, the model's short forward, and batches.
 
-loader ─ indices ─► made ─► feed: rows, or samples ─► a batch in the loader's shape
-                      └─► blocks: know the batch, and its rows
+loader ─ indices ─► feed: rows, or samples ─► a batch in the loader's form, which knows its rows
+                                                └─► the loop ─► the model's short forward
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import chain, islice
 from typing import Any, final
 
@@ -28,20 +29,19 @@ from pipetransformer.feed import (
     FrozenPrefix,
     HeldTargets,
     SampleFeed,
+    Samples,
     check_dataset,
-    first_samples,
-    names_for,
     own_random_numbers,
-    samples_of,
 )
-from pipetransformer.loop.given_batch import GivenBatch, marks, unread
+from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
+from pipetransformer.loop.forward_call import RowBatch
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.randomness import draws_below, generators_kept
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.rounding import compare_rounded
-from pipetransformer.loop.served_blocks import ServedBlocks
+from pipetransformer.loop.short_forward import ShortForward
 from pipetransformer.model import Task, adamw, names_of, present, row_of
-from pipetransformer.processes import World, connect
+from pipetransformer.processes import connect
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,77 +52,74 @@ SETTINGS = (
 )  # fmt: skip
 """Fields of `TrainConfig` that a loop may set."""
 
+_READS = "reads"
+"""Names of entries that are read though rows make them needless, as the loop looks at them."""
+
 _USUAL_BATCH = 32
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError for settings that are unknown or not allowed."""
-    if unknown := sorted(settings.keys() - set(SETTINGS)):
-        raise ValueError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(SETTINGS)}")
-    make_config(dict(settings))
+    known = (*SETTINGS, _READS)
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ValueError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
+    reads = settings.get(_READS, ())
+    if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
+        raise ValueError(f"reads={reads!r} names no entries; give a tuple of names")
+    make_config({name: value for name, value in settings.items() if name != _READS})
 
 
 @final
-@dataclass
-class ServedRows:
+class RowService:
     """Freeze a model's blocks, and give a loader batches whose rows the blocks return.
 
+    Collective where several processes train.
+
+    Args:
+        keeps_to_labels: whether the loss reads no position that its label leaves out.
+    Raises:
+        TypeError, ValueError: the loader's samples are not known by index, or the model cannot be
+            cut.
+
     Attributes:
-        depth: number of blocks that have rows.
+        epoch: of the loop.
     """
 
-    task: Task
-    world: World
-    feed: SampleFeed
-    example: Mapping[str, Tensor]
-    loaded: Any
-    device: torch.device
-    to_come: deque[tuple[int, Tensor]]
-    epoch: int = 0
-    marks: Iterator[int] = field(default_factory=marks)
-
-    def __post_init__(self) -> None:
-        self.blocks = ServedBlocks(self.feed.prefix, self._fetched_anew)
-        self._stats, self._num_frozen = CacheStats(), -1
-        self._has_told = False
-        self._num_samples = len(self.feed.samples.dataset)
-        # Frozen by this class, where `freeze.apply` leaves them: it must thaw them, too.
-        self._also_frozen: list[nn.Parameter] = []
-        # Until it is said what that changes.
-        self._rounds = self.task.config.cache_dtype is not None
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         model: nn.Module,
         loader: Any,
         settings: Mapping[str, Any],
         *,
         keeps_to_labels: bool = False,
-    ) -> ServedRows:
-        """Look at a model and a loader's samples. Collective where several processes train.
-
-        Args:
-            keeps_to_labels: whether the loss reads no position that its label leaves out.
-        Raises:
-            TypeError, ValueError: the loader's samples are not known by index, or the model
-                cannot be cut.
-        """
+    ) -> None:
+        self.epoch, self._numbers = 0, itertools.count()
+        self._reads = tuple(settings.get(_READS, ()))
+        settings = {name: value for name, value in settings.items() if name != _READS}
+        self._to_come: deque[tuple[int, Tensor]] = deque()
+        self._stats, self._num_frozen = CacheStats(), -1
+        self._has_told = False
+        # Frozen by this class, where `freeze.apply` leaves them: it must thaw them, too.
+        self._also_frozen: list[nn.Parameter] = []
+        _refuse_sharded(model)
+        _refuse_prompts(model)
         base = base_of(loader)
         with generators_kept(base.collate_fn, base.dataset):
-            return ServedRows._looked_at(model, base, settings, keeps_to_labels=keeps_to_labels)
+            self._look_at(model, base, settings, keeps_to_labels=keeps_to_labels)
+        # Until it is said what that changes.
+        self._rounds = self.task.config.cache_dtype is not None
 
-    @staticmethod
-    def _looked_at(
+    def _look_at(
+        self,
         model: nn.Module,
         base: DataLoader[Any],
         settings: Mapping[str, Any],
         *,
         keeps_to_labels: bool,
-    ) -> ServedRows:
-        _refuse_sharded(model)
-        _refuse_prompts(model)
+    ) -> None:
         dataset: Any = base.dataset
         check_dataset(dataset, "the loader's dataset")
+        self._num_samples = len(dataset)
         collate = None if base.collate_fn is default_collate else base.collate_fn
         config = make_config(
             {
@@ -136,36 +133,38 @@ class ServedRows:
                 "remove_unused_columns": False,
             }
         )
-        with in_own_forward(model):
-            names = names_of(model)
-            example = first_samples(
-                dataset, names, collate_fn=collate, drops_unknown=False, seed=config.seed
-            )
+        self.device = next(model.parameters()).device
+        with own_random_numbers(self.device), in_own_forward(model):
+            self._form = BatchForm.of(base)
+            self._collation = collation = _collation(model, self._form, base.collate_fn)
+            if odd := [name for name in self._reads if name not in collation.inputs]:
+                raise ValueError(f"reads= names {odd}; the model is given {collation.inputs}")
+            samples = Samples(dataset, collation, config.seed)
+            self._example = samples.probe([0, len(dataset) // 2])
             layered = present(
                 model,
-                example,
+                self._example,
                 F.cross_entropy,
                 unties=config.tied_weights == "untie",
                 keeps_to_labels=keeps_to_labels,
+                beside=collation.targets,
             )
-        trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-        task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
-        samples = samples_of(task, dataset, needs_targets=False)
-        device = next(model.parameters()).device
-        with own_random_numbers(device):
-            loaded = base.collate_fn([dataset[0], dataset[0]])
             if "cache_check" not in settings and not HeldTargets(samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
-                task = replace(task, config=replace(config, cache_check="all"))
-        world = connect(device.type, timeout_s=config.setup_timeout_s)
-        to_come: deque[tuple[int, Tensor]] = deque()
-        feed = SampleFeed(
-            FrozenPrefix(task), world, samples, to_come=lambda: tuple(to_come), augments=True
+                config = replace(config, cache_check="all")
+        trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+        self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
+        self.world = connect(self.device.type, timeout_s=config.setup_timeout_s)
+        self.feed = SampleFeed(
+            FrozenPrefix(self.task),
+            self.world,
+            samples,
+            to_come=lambda: tuple(self._to_come),
+            augments=True,
         )
-        with own_random_numbers(device):
-            feed.look_for_randomness()
-        _warn_of_lost_entries(loaded, task)
-        return ServedRows(task, world, feed, example, loaded, device, to_come)
+        with own_random_numbers(self.device):
+            self.feed.look_for_randomness()
+        self.forward = ShortForward(self.feed.prefix, renew=self._renew, read=self._read_inputs)
 
     def refuse_another(self, loader: Any) -> None:
         """Raise a ValueError for a loader of other samples than those that were looked at."""
@@ -224,7 +223,7 @@ class ServedRows:
                 "frozen blocks make of it changes with every step. tied_weights='freeze' freezes "
                 "it with the first block, 'untie' gives the head a copy"
             )
-        self.blocks.give_back()
+        self.forward.give_back()
         self._freeze(num_frozen)
         if depth and self._draws_below(depth):
             depth = 0
@@ -233,13 +232,13 @@ class ServedRows:
         with torch.inference_mode(False), own_random_numbers(self.device):
             self.feed.prefix.set_depth(depth, on_stage_0=True, use_cache=depth > 0)
             self.feed.follow_prefix()
-        self.blocks.set_depth(depth)
+        self.forward.set_depth(depth)
 
     def _draws_below(self, depth: int) -> bool:
         """Tell, with a warning, whether frozen blocks are not all that lies below `depth`."""
         model = self.task.model
         names = (*model.inputs, *model.sides_of(0, len(model.sublayers)))
-        entries = {n: self.example[n].to(self.device) for n in names if n in self.example}
+        entries = {n: self._example[n].to(self.device) for n in names if n in self._example}
         with in_own_forward(model.model), self.task.computing(self.device):
             draws = draws_below(model.model, self.row_blocks[depth - 1], entries)
         if draws and not self._has_told:
@@ -283,36 +282,42 @@ class ServedRows:
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch of the loader."""
-        # Others than torch's own may look one batch ahead, as accelerate's do.
-        is_own = type(loader).__iter__ is DataLoader.__iter__
-        self.blocks.serve_none(num_known=1 if is_own else 2)
         with self.taken_over(loader):
             batches = iter(loader)
             first = list(islice(batches, 1))
         yield from chain(first, batches)
 
     def _announce(self, drawn: Sequence[list[int]]) -> None:
-        self.to_come.clear()  # The loop may have left the last epoch early.
-        self.to_come.extend((self.epoch, torch.tensor(ids)) for ids in drawn)
+        self._to_come.clear()  # The loop may have left the last epoch early.
+        self._to_come.extend((self.epoch, torch.tensor(ids)) for ids in drawn)
 
     def _made(self, indices: list[int]) -> Any:
-        """Return a batch in the loader's shape, and have the blocks know it."""
-        ids = torch.tensor(indices)
+        """Return a batch in the loader's form, whose entries know its rows."""
+        ids, to_come = torch.tensor(indices), self._to_come
         # Some may have been skipped, as where a run is resumed.
-        while self.to_come and not torch.equal(self.to_come[0][1], ids):
-            self.to_come.popleft()
-        epoch = self.to_come[0][0] if self.to_come else self.epoch
-        batch = self._fetch(ids, epoch)
-        if self.to_come:
-            self.to_come.popleft()
-        given = self._as_given(batch, ids, epoch)
-        if self._rounds and given.rows is not None:
+        while to_come and not torch.equal(to_come[0][1], ids):
+            to_come.popleft()
+        epoch = to_come[0][0] if to_come else self.epoch
+        is_made_of_rows = self._form.is_whole and not self._reads
+        read = None if is_made_of_rows else self._read_as_loaded(indices, epoch)
+        fetched = self._fetch(ids, epoch)
+        if to_come:
+            to_come.popleft()
+        if read is not None:
+            own = self._collation.named(self._form.entries_of(read))
+            fetched = {**own, **{n: t for n, t in fetched.items() if n == HIDDEN}}
+        batch = self._row_batch(fetched, ids, epoch)
+        if self._rounds and batch.rows is not None:
             self._rounds = False
             self._compare_rounded(ids, epoch)
-        self.blocks.serve(given)
-        # The loop may change its batch in place.
-        own = {name: entry.clone() for name, entry in given.inputs.items()}
-        return self._as_loaded({**batch, **own})
+        entries: dict[str, Tensor] = {**fetched, **batch.entries()}
+        own_names = {name: entries[self._collation.known_as(name)] for name in self._form.names}
+        return self._form.with_entries(own_names, read)
+
+    def _read_as_loaded(self, indices: list[int], epoch: int) -> Any:
+        """Read a batch as the loader does."""
+        with own_random_numbers(self.device):
+            return self.feed.samples.collated(indices, view=self.feed.view(epoch))
 
     def _fetch(self, ids: Tensor, epoch: int) -> dict[str, Tensor]:
         with own_random_numbers(self.device), torch.inference_mode(False):
@@ -325,48 +330,32 @@ class ServedRows:
         with own_random_numbers(self.device), torch.inference_mode(False):
             batches = [self.feed.computed_rows(ids, rounded=one) for one in (False, True)]
             targets = {n: batches[0][n] for n in self.task.model.targets if n in batches[0]}
-            exact, rounded = (self._as_given(batch, ids, epoch) for batch in batches)
+            exact, rounded = (self._row_batch(batch, ids, epoch) for batch in batches)
             compare_rounded(
-                self.task,
-                self.blocks,
-                exact=exact,
-                rounded=rounded,
-                targets=targets,
-                tells=self.world.is_main,
+                self.task, exact=exact, rounded=rounded, targets=targets, tells=self.world.is_main
             )
 
-    def _fetched_anew(self, given: GivenBatch) -> GivenBatch:
-        """Return a batch that was given before the depth has changed, with what it needs now."""
-        self.to_come.appendleft((given.epoch, given.ids))
+    def _renew(self, batch: RowBatch) -> None:
+        """Bring a batch, which was given before the depth has changed, to the present depth."""
+        self._to_come.appendleft((batch.epoch, batch.ids))
         try:
-            batch = self._fetch(given.ids, given.epoch)
+            fetched = self._fetch(batch.ids, batch.epoch)
         finally:
-            self.to_come.popleft()
-        rows = batch.get(HIDDEN)
-        read = {} if rows is not None else {name: batch[name] for name in given.not_read}
-        return replace(given, depth=self.depth, rows=rows, read=read)
+            self._to_come.popleft()
+        batch.rows, batch.depth = fetched.get(HIDDEN), self.depth
 
-    def _as_given(self, batch: dict[str, Tensor], ids: Tensor, epoch: int) -> GivenBatch:
-        """Return a batch's inputs and rows; what rows make needless stands there unread."""
-        model, mark = self.task.model, next(self.marks)
+    def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
+        with own_random_numbers(self.device):
+            return self.feed.rows(batch.epoch).look(batch.ids)
+
+    def _row_batch(self, fetched: dict[str, Tensor], ids: Tensor, epoch: int) -> RowBatch:
+        """Return a batch's inputs and rows; what rows make needless was not read."""
+        model = self.task.model
         inputs, sides = model.inputs, model.sides_of(0, len(model.sublayers))
-        rows = batch.pop(HIDDEN, None)
-        not_read = frozenset(() if rows is None else (n for n in inputs if n not in sides))
-        num = len(ids)
-        entries = {
-            name: unread(self.example[name], num, mark) if name in not_read else batch[name]
-            for name in inputs
-            if name in not_read or name in batch
-        }
-        return GivenBatch(ids, epoch, self.depth, entries, not_read, rows)
-
-    def _as_loaded(self, batch: dict[str, Tensor]) -> Any:
-        if isinstance(self.loaded, (tuple, list)):
-            names = (*self.task.model.inputs[:1], *self.task.model.targets)
-            # A data set without labels serves losses that need none.
-            return [batch[name] for name in names[: len(self.loaded)]]
-        # transformers' tokenizers make a mapping that has `.to(device)`.
-        return batch if isinstance(self.loaded, dict) else type(self.loaded)(batch)
+        rows = fetched.get(HIDDEN)
+        not_read = frozenset(name for name in inputs if name not in fetched)
+        entries = {name: fetched.get(name, self._example[name]) for name in (*inputs, *sides)}
+        return RowBatch(next(self._numbers), ids, epoch, self.depth, rows, entries, not_read)
 
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call, and start over."""
@@ -382,9 +371,8 @@ class ServedRows:
         )
 
     def close(self) -> None:
-        """Give blocks their own forward back, and free the rows."""
-        self.blocks.serve_none()
-        self.blocks.give_back()
+        """Give the model its own forward back, and free the rows."""
+        self.forward.close()
         self.feed.close()
         self.world.close()
 
@@ -398,18 +386,33 @@ def _refuse_prompts(model: nn.Module) -> None:
         )
 
 
-def _warn_of_lost_entries(loaded: Any, task: Task) -> None:
-    """Warn of what batches lose: entries that neither the model nor its loss takes."""
-    model = task.model
-    known = {*model.inputs, *model.sides_of(0, len(model.sublayers)), *model.targets}
-    known |= {name for one in model.targets for name in names_for(one)}
-    lost = [name for name in loaded if name not in known] if isinstance(loaded, Mapping) else []
-    if lost:
-        _LOGGER.warning(
-            "batches come without %s, which the model does not take: rows do not hold them. A "
-            "loop that reads them needs another way to them, or no cache",
-            lost,
+def _collation(model: nn.Module, form: BatchForm, collate_fn: Any) -> LoaderCollation:
+    """Guess by names what the loop gives the model of a batch.
+
+    Raises:
+        ValueError: no entry has the name of a parameter, and they are not two.
+    """
+    names = names_of(model)
+    parameters = {name: name for name in names.inputs if name in form.names}
+    if not parameters and form.names[:1] == ("0",) and len(form.names) <= 2:
+        parameters = {form.names[0]: names.inputs[0]}
+    if not parameters:
+        raise ValueError(
+            f"batches have the entries {list(form.names)}, and the model takes "
+            f"{list(names.inputs)}: which is which?"
         )
+    targets = tuple(beside(n, parameters) for n in form.names if n not in parameters)
+    return LoaderCollation(
+        names=(*parameters.values(), *targets),
+        inputs=tuple(parameters.values()),
+        targets=targets,
+        needs_targets=False,
+        function=None if collate_fn is default_collate else collate_fn,
+        drops_unknown=False,
+        form=form,
+        collate_fn=collate_fn,
+        parameters=parameters,
+    )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

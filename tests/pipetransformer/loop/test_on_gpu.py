@@ -1,0 +1,88 @@
+"""Beside a GPU a warm step waits as seldom as a plain one, and uploads nothing unpinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import freeze as freezing
+from pipetransformer import attach
+from tests.helpers.any_models import KINDS, Kind, build, data
+from tests.helpers.stand_in_gpu import CUDA, StandInGpu, put_on_gpu, stand_in_gpu
+from tests.pipetransformer.loop.test_cached_loop import Samples
+
+NUM_EPOCHS, DEPTH = 3, 2
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return a loss that reads nothing on the host."""
+    given = {name: entry for name, entry in batch.items() if name != "labels"}
+    logits: Tensor = model(**given).logits
+    return (logits.float() - batch["labels"].float().mean()).square().mean()
+
+
+def descend(model: nn.Module, loss: Tensor) -> None:
+    """Take a step of plain descent, which reads nothing on the host."""
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+
+
+def train(kind: Kind, gpu: StandInGpu, batches: Any, model: nn.Module) -> tuple[Any, Any]:
+    """Train; return all losses, and what each step of the last epoch but its first waits for."""
+    loader = DataLoader(
+        Samples(dict(data(kind).tensors)),
+        5,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+        pin_memory=True,
+    )
+    losses, waits = [], list[Counter[str]]()
+    for _ in range(NUM_EPOCHS):
+        waits.clear()
+        for batch in batches(loader):
+            moved = {name: entry.to(CUDA, non_blocking=True) for name, entry in batch.items()}
+            descend(model, loss := loss_of(model, moved))
+            losses.append(loss.detach())
+            waits.append(Counter(what.split(" at ")[0] for what in gpu.waits.elements()))
+            gpu.reset()
+    return [float(loss.cpu()) for loss in losses], waits[1:]
+
+
+@contextmanager
+def attached(model: nn.Module, folder: Path, place: str) -> Iterator[Any]:
+    with attach(model, freeze=DEPTH, cache_folder=folder, cache_device=place) as cached:
+        yield cached.epoch
+        assert cached.stats.hits == 10
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["gpt2_classifier", "beit", "llama"])
+def test_a_warm_step_waits_for_no_more_than_a_plain_one(
+    name: str, place: str, tmp_path: Path
+) -> None:
+    kind = KINDS[name]
+    with stand_in_gpu() as gpu:
+        model = build(kind)
+        put_on_gpu(model)
+        freezing.apply(model, DEPTH, layers=[*model.get_submodule(kind.blocks)])
+        plainly = train(kind, gpu, iter, model)
+        model = build(kind)
+        put_on_gpu(model)
+        with attached(model, tmp_path, place) as epoch:
+            ours = train(kind, gpu, epoch, model)
+    assert ours[0] == pytest.approx(plainly[0], rel=1e-9)
+    for mine, theirs in zip(ours[1], plainly[1], strict=True):
+        assert not mine - theirs
+        assert "upload" not in mine
