@@ -26,7 +26,7 @@ from transformers.trainer_utils import EvalPrediction, TrainOutput, speed_metric
 from autopipe.loss import Loss, choose_loss
 from freeze import FreezeChoice
 from pipetransformer.checkpoint import BEST_FOLDER, CHECKPOINTS, holds_checkpoint, published
-from pipetransformer.feed import SizedDataset, check_dataset, first_samples
+from pipetransformer.feed import Batch, SizedDataset, check_dataset, first_samples
 from pipetransformer.hf.callback_bridge import CallbackBridge
 from pipetransformer.hf.evaluations import (
     Evaluations,
@@ -35,6 +35,7 @@ from pipetransformer.hf.evaluations import (
     loss_without_targets,
 )
 from pipetransformer.hf.kept_history import was_over
+from pipetransformer.hf.label_counts import divided_by_labels
 from pipetransformer.hf.pretrained_checkpoints import pretrained
 from pipetransformer.hf.script_loss import ScriptLoss
 from pipetransformer.hf.training_arguments import (
@@ -47,7 +48,7 @@ from pipetransformer.hf.training_arguments import (
     settings_of,
     why_missing,
 )
-from pipetransformer.model import LayeredModel, adapt
+from pipetransformer.model import EntryNames, LayeredModel, adapt
 from pipetransformer.trainer import Trainer
 
 _MADE_OF = (
@@ -318,7 +319,7 @@ class HFTrainer(Evaluations):
         if self._evaluates_itself():
             refuse_unselected(args, {**settings, **self._settings})
             settings |= {"evaluate_every_epochs": 0, "evaluate_every_steps": 0}
-        loss = self._loss(layered)
+        loss = self._loss(layered, read)
         collate = self.data_collator
         if self.train_dataset is None:  # Nothing is trained, and nothing written.
             settings |= {"folder": None, "checkpoint_every_steps": 0, "checkpoint_every_epochs": 0}
@@ -373,11 +374,12 @@ class HFTrainer(Evaluations):
         is_one = not isinstance(self.eval_dataset, Mapping)
         return is_overridden or not is_one or not self._is_labelled(self.eval_dataset)
 
-    def _loss(self, layered: LayeredModel) -> Loss:
+    def _loss(self, layered: LayeredModel, read: Callable[[EntryNames], Batch]) -> Loss:
         """Return the loss of the script or the model."""
         given, name = self._settings.get("loss_fn"), type(self.model).__name__
         if type(self).compute_loss is HFTrainer.compute_loss:
-            return choose_loss(given, layered.loss_fn, model=name)
+            loss = choose_loss(given, layered.loss_fn, model=name)
+            return divided_by_labels(loss, layered, read) if given is None else loss
         refuse_own_loss(self.args, given)
         own = choose_loss(None, layered.loss_fn, model=name)
         self._script_loss = ScriptLoss(
