@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from autodp import Shard, gather_json
 from freeze import JOURNAL_FILE
+from pipetransformer.checkpoint.best_model import BEST_FOLDER
 from pipetransformer.checkpoint.format import (
     Checkpoint,
     clear,
@@ -71,11 +72,14 @@ def resumes(config: TrainConfig) -> bool:
 
     Raises:
         ValueError: the folder holds another run and resume is False, or it holds no checkpoint
-            and resume is True.
+            and resume is True; or a link stands where a run keeps its weights.
     """
     if config.folder is None:
         return False
     folder = Path(config.folder)
+    _refuse_link(folder / CHECKPOINTS)
+    if config.load_best_model_at_end:
+        _refuse_link(folder / BEST_FOLDER)
     if config.resume is True and not holds_checkpoint(folder / CHECKPOINTS):
         raise ValueError(
             f"resume=True, but folder {str(folder)!r} holds no checkpoint to continue from; "
@@ -99,6 +103,19 @@ def resumes(config: TrainConfig) -> bool:
         "resume='auto', with train(resume_from_checkpoint=True) of pipetransformer.hf, or give "
         "another folder"
     )
+
+
+def _refuse_link(path: Path) -> None:
+    """Refuse a folder elsewhere, in which old weights would be deleted as if they were the run's.
+
+    The run's own folder may be a link: all in it is then of one run.
+    """
+    if path.is_symlink():
+        raise ValueError(
+            f"{path} is a symbolic link to {os.readlink(path)}, and a run writes and deletes "
+            "weights only in folders of its own; remove the link, or give another folder=, which "
+            "may itself be a link to another disk"
+        )
 
 
 def remove_run(folder: Path) -> None:

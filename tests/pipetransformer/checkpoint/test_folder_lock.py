@@ -22,7 +22,7 @@ from pipetransformer.checkpoint import saver as saving
 from pipetransformer.checkpoint.format import write_shards
 from pipetransformer.checkpoint.resume import lock_folder
 from tests.helpers.inspection import writer_of
-from tests.helpers.models import tiny_trainer
+from tests.helpers.models import tiny_data, tiny_trainer
 from tests.helpers.pool import Pool, another_process
 
 
@@ -209,6 +209,54 @@ def test_a_link_in_the_place_of_a_file_that_is_replaced_is_replaced_itself(
     assert victim.read_text() == "theirs"
     assert not any((folder / place).is_symlink() for place in places)
     assert (folder / "checkpoints" / "latest").is_file()
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "best"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_in_the_place_of_a_folder_of_weights_is_refused(
+    tmp_path: Path, name: str, is_there: bool
+) -> None:
+    # The other run's checkpoints were continued, pruned, or with "replace" deleted.
+    other, folder = tmp_path / "other", tmp_path / "run"
+    with make_trainer(other, keep_checkpoints=5) as trainer:
+        trainer.fit()
+    steps = saved_steps(other / "checkpoints")
+    assert len(steps) == 2
+    target = other / "checkpoints" if is_there else tmp_path / "gone"
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    settings = {"load_best_model_at_end": True, "evaluate_every_epochs": 1}
+    for resume in ("auto", "replace", False):
+        with pytest.raises(ValueError, match=f"/{name} is a symbolic link to .*{target.name}, "):
+            make_trainer(folder, resume=resume, eval_dataset=tiny_data(), **settings)
+    assert saved_steps(other / "checkpoints") == steps
+    assert target.exists() is is_there
+
+
+def test_a_link_beside_the_weights_that_a_run_does_not_write_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to(tmp_path / "elsewhere")
+    with make_trainer(tmp_path) as trainer:
+        trainer.fit()
+    assert (tmp_path / "best").is_symlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_s_folder_may_be_a_link(tmp_path: Path) -> None:
+    disk, link = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    link.symlink_to(disk)
+    with make_trainer(link, epochs=1) as trainer:
+        trainer.fit()
+    before = saved_steps(disk / "checkpoints")
+    with make_trainer(link, epochs=2, keep_checkpoints=1) as trainer:
+        trainer.fit()
+    (after,) = saved_steps(disk / "checkpoints")
+    assert link.is_symlink()
+    assert after not in before
 
 
 def test_where_files_cannot_be_locked_it_is_said_and_training_goes_on(
