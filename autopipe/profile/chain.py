@@ -79,7 +79,10 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
             # A forward may put another tensor in a buffer's place instead of writing into it.
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
-            buffer.copy_(value)
+            # By values: batch norm writes without a version. A write that changes nothing would
+            # be a change for whoever watches versions.
+            if buffer.is_meta or not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 def device_of(batch: Mapping[str, Tensor]) -> torch.device:

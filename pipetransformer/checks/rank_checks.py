@@ -14,6 +14,7 @@ from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from autocache import chain_hash
@@ -98,8 +99,10 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return f"{chain_hash(0, plain, mode=''):x}"
 
 
-Numbers: TypeAlias = dict[tuple[nn.Module, str], tuple[float, ...]]
-"""Numbers by the module that holds them, however deep, and the attribute's name."""
+Place: TypeAlias = tuple[nn.Module | None, str]
+"""The module that holds something, however deep, and the attribute's name."""
+Numbers: TypeAlias = dict[Place, tuple[float, ...]]
+Values: TypeAlias = dict[Place, list[Tensor]]
 _REGISTERED = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that torch keeps up to date itself; the last two are a recurrent module's."""
 _MOST_VALUES, _MOST_MEMBERS = 10_000, 1_000
@@ -116,29 +119,47 @@ class Remembered:
     """Hold the numbers, and the tensors with their versions, that a module and its parts keep."""
 
     numbers: Numbers
-    tensors: list[tuple[Tensor, int]]
+    tensors: list[tuple[Place, Tensor, int]]
 
     def has_tensors_of(self, other: Remembered) -> bool:
         """Tell whether both hold the same tensors, with nothing written into them in between."""
         # By identity: `==` would compare the tensors' elements.
-        mine, its = ([(id(t), version) for t, version in one.tensors] for one in (self, other))
+        mine, its = ([(id(t), version) for _, t, version in one.tensors] for one in (self, other))
         return mine == its
 
+    def values(self) -> Values:
+        """Copy the tensors as they are now; those without plain memory are left out."""
+        values: Values = {}
+        for place, tensor, _ in self.tensors:
+            if tensor.layout == torch.strided and not tensor.is_meta:
+                values.setdefault(place, []).append(tensor.detach().clone())
+        return values
 
-def remembered(module: nn.Module) -> Remembered:
+
+def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
+    """Return what a module and its parts keep in attributes, or what a function holds."""
+    values: list[tuple[Place, Any]] = [((None, ""), holder)]
+    if isinstance(holder, nn.Module):
+        values = [
+            ((part, name), value)
+            for part in holder.modules()
+            for name, value in {
+                **attributes_of(part),
+                **(part._buffers if with_buffers else {}),
+            }.items()
+        ]
     numbers: Numbers = {}
-    tensors: list[tuple[Tensor, int]] = []
-    for part in module.modules():
-        for name, value in attributes_of(part).items():
-            several = [*held(value)]
-            if own := numbers_in(several):
-                numbers[part, name] = own
-            # Reading the version of an inference tensor is an error.
-            tensors += [
-                (one, -1 if one.is_inference() else one._version)
-                for one in several
-                if isinstance(one, Tensor)
-            ]
+    tensors: list[tuple[Place, Tensor, int]] = []
+    for place, value in values:
+        several = [*held(value)]
+        if own := numbers_in(several):
+            numbers[place] = own
+        # Reading the version of an inference tensor is an error.
+        tensors += [
+            (place, one, -1 if one.is_inference() else one._version)
+            for one in several
+            if isinstance(one, Tensor)
+        ]
     return Remembered(numbers, tensors)
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from autopipe.loss import refuse_split
 from autopipe.profile import left_as_found
 from autopipe.random_state import plain_random_state, random_state
-from pipetransformer.checks.rank_checks import Numbers, held, numbers_in, remembered
+from pipetransformer.checks.rank_checks import Numbers, Place, Values, remembered
 from pipetransformer.feed import Batch, find_changed, own_random_numbers, part_of, seed_plainly
 from pipetransformer.measure import held_on
 from pipetransformer.model import Task, modes_of, set_modes
@@ -123,17 +123,22 @@ class _Probe:
     def _try_loss(self, output: Tensor, target: Any) -> None:
         """Refuse a loss that depends on how a batch is split, or counts its calls."""
         loss = self.task.loss_fn
-        before = _numbers_of(loss.function)
+        before = remembered(loss.function, with_buffers=True)
         refuse_split(loss, output, target)
-        once = _numbers_of(loss.function)
-        # A number that is set once, as a size, does no harm: only a second change counts calls.
-        if once != before:
-            refuse_split(loss, output, target)
-        if _numbers_of(loss.function) != once:
+        once = remembered(loss.function, with_buffers=True)
+        if once.numbers == before.numbers and once.has_tensors_of(before):
+            return
+        # What is set once, as a size, does no harm: only a second change counts calls.
+        values = once.values()
+        refuse_split(loss, output, target)
+        twice = remembered(loss.function, with_buffers=True)
+        counts = "number" if twice.numbers != once.numbers else ""
+        if counts or _changed(twice.values(), values):
+            counts = counts or "tensor"
             raise ValueError(
-                f"the loss {loss.name!r} changes a number that it holds in every call; here it is "
-                "called for every micro-batch, and to be tried, so that such a number counts no "
-                "steps: change it in a callback's on_step_end instead"
+                f"the loss {loss.name!r} changes a {counts} that it holds in every call; here it "
+                f"is called for every micro-batch, and to be tried, so that such a {counts} "
+                "counts no steps: change it in a callback's on_step_end instead"
             )
 
     def _train(self, batch: Batch) -> None:
@@ -186,20 +191,15 @@ class _Probe:
             if isinstance(vars(module)[name], (int, float)):
                 setattr(module, name, number)
         if changed := [key for key in twice if twice[key] != once.get(key)]:
-            module, name = changed[0]
-            raise ValueError(
-                f"sublayer {sublayer.name!r} changes the number {name!r} of its "
-                f"{type(module).__name__} in every call in training; here it is called for every "
-                "micro-batch, and to measure, so that such a number counts no steps: keep it "
-                "outside of the model, in a callback's on_step_end for instance"
-            )
+            raise ValueError(_counts_calls(sublayer.name, "number", changed[0]))
 
     def _refuse_memory(self, index: int, value: Tensor | Batch, batch: Batch) -> None:
-        """Refuse a sublayer whose output depends on earlier inputs.
+        """Refuse a sublayer whose output depends on earlier inputs, or that counts its calls.
 
         One that only keeps a result, as attention weights, does no harm.
         """
-        outputs = []
+        sublayer = self.task.model.sublayers[index]
+        outputs, kept = [], []
         for samples in (slice(None), slice(0, 1), slice(None)):
             # The same random numbers each time, so that dropout alone makes no difference.
             with own_random_numbers(self.device):
@@ -207,13 +207,16 @@ class _Probe:
                 seed_plainly(0)
                 given = part_of(value, samples), part_of(batch, samples)
                 outputs.append(self._call(index, *given).detach())
+                kept.append(remembered(sublayer.module).values())
         if self._differ(outputs[2], outputs[0]):
             raise ValueError(
-                f"sublayer {self.task.model.sublayers[index].name!r} gives another output in "
-                "training once other samples have run: it keeps tensors in attributes, which "
-                "would be others on each replica, and lost where layers move; let forward depend "
-                "on its arguments and parameters alone"
+                f"sublayer {sublayer.name!r} gives another output in training once other samples "
+                "have run: it keeps tensors in attributes, which would be others on each replica, "
+                "and lost where layers move; let forward depend on its arguments and parameters "
+                "alone"
             )
+        if place := _changed(kept[2], kept[0]):
+            raise ValueError(_counts_calls(sublayer.name, "tensor", place))
 
     def evaluate(self) -> list[Tensor]:
         """Return each sublayer's output in eval mode; refuse one that draws random numbers."""
@@ -320,11 +323,35 @@ class _Probe:
                     tensor.copy_(before[name])
 
 
-def _numbers_of(function: Any) -> Any:
-    """Return the plain numbers that a loss holds, a module or a function that captured some."""
-    if isinstance(function, nn.Module):
-        return remembered(function).numbers
-    return numbers_in(held(function))
+def _changed(values: Values, before: Values) -> Place | None:
+    """Return where one of as many tensors as before has other values."""
+    for place, old in before.items():
+        now = values.get(place, [])
+        # A list that grows, as a history does, counts no calls.
+        if len(now) == len(old) and any(map(_is_other, now, old)):
+            return place
+    return None
+
+
+def _is_other(now: Tensor, old: Tensor) -> bool:
+    """Return whether a tensor of the same shape has other values, but for rounding."""
+    if now.shape != old.shape or now.dtype != old.dtype or old.numel() == 0:
+        return False
+    if not old.is_floating_point():
+        return not torch.equal(now, old)
+    allowed = 64 * torch.finfo(old.dtype).eps * float(old.nan_to_num().abs().max())
+    return float((now - old).nan_to_num().abs().max()) > allowed
+
+
+def _counts_calls(sublayer: str, kind: str, place: Place) -> str:
+    """Say that a sublayer changes what it keeps in every call, and what to do."""
+    module, name = place
+    return (
+        f"sublayer {sublayer!r} changes the {kind} {name!r} of its {type(module).__name__} in "
+        f"every call in training; here it is called for every micro-batch, and to measure, so "
+        f"that such a {kind} counts no steps: keep it outside of the model, in a callback's "
+        "on_step_end for instance"
+    )
 
 
 def _random_part(name: str, sublayer: nn.Module) -> str:

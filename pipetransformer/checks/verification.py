@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.loss import Loss, LossFunction, refuse_split
+from autopipe.profile import left_as_found
 from pipetransformer.checks.twins import (
     OwnForward,
     converted,
@@ -158,14 +159,24 @@ def _loss_gap(task: Task, batch: Batch) -> str:
 
 
 def _are_same_bits(task: Task, batch: Batch) -> bool:
-    """Tell whether a model's sublayers and its own forward have the same outputs and gradients."""
+    """Tell whether a model's sublayers and its own forward have the same outputs and gradients.
+
+    A forward that writes into a buffer has not: what it writes depends on how a batch is split.
+    """
     model = task.model
     device = next(model.model.parameters()).device
     batch = {name: entry.to(device) for name, entry in batch.items()}
     parameters = [p for n, p in model.model.named_parameters() if n in task.trainable]
-    with whole_in_mode(model.model, training=True), without_dropout(model):
+    with (
+        left_as_found([model.model], device),
+        whole_in_mode(model.model, training=True),
+        without_dropout(model),
+    ):
+        before = {name: buffer.clone() for name, buffer in model.model.named_buffers()}
         # One loss for both: two ways to divide by a count may differ in the last bit.
         expected, own_loss = OwnForward(model, task.loss_fn)(batch)
+        if find_changed(dict(model.model.named_buffers()), before):
+            return False
         output = model.run(batch)
         loss = mean_loss(task.loss_fn(output, model.targets_of(batch)))
         theirs, ours = _gradients(own_loss, parameters), _gradients(loss, parameters)

@@ -112,6 +112,40 @@ def test_a_loss_that_counts_its_calls_is_refused() -> None:
             trainer.step()
 
 
+class Centred(nn.Module):
+    """Keep the last loss, and, in a buffer or an attribute, how often it was called."""
+
+    def __init__(self, counts_in: str) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.attribute = torch.tensor(0)
+        self.last, self._counts_in = torch.zeros(()), counts_in
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self._counts_in == "buffer":
+            self.calls += 1
+        elif self._counts_in == "attribute":
+            self.attribute = self.attribute + 1
+        loss = F.cross_entropy(output, target)
+        self.last = loss.detach()
+        # Too little for a probe of two samples.
+        return loss * (1 + 1e-9 * (self.calls + self.attribute))
+
+
+@pytest.mark.parametrize("counts_in", ["buffer", "attribute"])
+def test_a_loss_that_counts_its_calls_in_a_tensor_is_refused(counts_in: str) -> None:
+    # After 12 steps of one micro-batch it had counted 76 calls.
+    loss = Centred(counts_in)
+    with pytest.raises(ValueError, match="'Centred' changes a tensor that it holds in every call"):
+        with make_trainer(replace(TINY, loss_fn=loss)) as trainer:
+            trainer.step()
+
+
+def test_a_loss_that_keeps_its_last_value_trains() -> None:
+    with make_trainer(replace(TINY, loss_fn=Centred("nothing"))) as trainer:
+        trainer.step()
+
+
 def detached(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.detach(), target)
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from pipetransformer import Trainer
+from pipetransformer import LayeredModel, Trainer
 from pipetransformer.model import adapt
-from tests.helpers.loops import TINY, make_trainer, sgd
+from tests.helpers.loops import TINY, loop, make_trainer, sgd, train
 from tests.helpers.models import tiny_data, tiny_trainer
 from tests.helpers.unusual import Layer, around
 
@@ -243,6 +243,18 @@ def counted_in_a_list(layer: Layer, hidden: Tensor) -> Tensor:
     return hidden / (1 + layer.calls[0])
 
 
+def counted_in_a_tensor(layer: Layer, hidden: Tensor) -> Tensor:
+    """Count in place, and take part so slowly that two samples hardly show it."""
+    if layer.training:
+        layer.calls += 1
+    return hidden * (1 + 1e-9 * layer.calls)
+
+
+def counted_in_a_new_tensor(layer: Layer, hidden: Tensor) -> Tensor:
+    layer.calls = layer.calls + int(layer.training)
+    return hidden * (1 + 1e-9 * layer.calls)
+
+
 def weighted_by_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     weights = output[:, 0].sigmoid()
     return (F.cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum()
@@ -256,11 +268,19 @@ def weighted_by_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             "'1' changes the number 'calls' of its Layer in every call",
         ),
         (
+            {"build": lambda: around(Layer(counted_in_a_tensor, calls=torch.zeros(())))},
+            "'1' changes the tensor 'calls' of its Layer in every call",
+        ),
+        (
+            {"build": lambda: around(Layer(counted_in_a_new_tensor, calls=torch.tensor(3)))},
+            "'1' changes the tensor 'calls' of its Layer in every call",
+        ),
+        (
             {"loss_fn": weighted_by_output},
             "the count of the loss's .* has a gradient",
         ),
     ],
-    ids=["list", "count"],
+    ids=["list", "tensor", "new tensor", "count"],
 )
 def test_what_would_be_lost_without_a_word_is_refused(
     changes: dict[str, Any], message: str
@@ -268,3 +288,69 @@ def test_what_would_be_lost_without_a_word_is_refused(
     with pytest.raises(ValueError, match=message):
         with make_trainer(replace(TINY, **changes)) as trainer:
             trainer.step()
+
+
+def keeping(layer: Layer, hidden: Tensor) -> Tensor:
+    """Keep a result, as attention weights are, and all results, and the last two."""
+    dropped = F.dropout(hidden, 0.5, layer.training)
+    layer.last = dropped.detach()
+    layer.history.append(layer.last)
+    layer.recent = [*layer.recent[-1:], layer.last]
+    return dropped
+
+
+def test_results_that_a_layer_keeps_count_no_calls() -> None:
+    model = around(Layer(keeping, history=[], recent=[], last=None))
+    with make_trainer(replace(TINY, build=lambda: model)) as trainer:
+        trainer.step()
+
+
+class Rooted(nn.Module):
+    """Hold a buffer beside a row of blocks, and multiply by it."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.blocks, self._counts = around(*(nn.Linear(8, 8) for _ in range(3))), counts
+        self.register_buffer("calls", torch.full((), 3.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._counts and self.training:
+            self.calls = self.calls + 1
+        # Too little for two samples to show it.
+        x = x * (1 + 1e-12 * self.calls)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_buffer_of_a_recorded_model_that_counts_calls_is_refused_and_put_back() -> None:
+    # It trained, and the buffer was 4 after any number of steps: the check's own call counted, and
+    # the steps' calls were lost.
+    model = Rooted(counts=True)
+    with pytest.raises(ValueError, match="the forward writes into 'calls', and what it writes"):
+        with make_trainer(replace(TINY, build=lambda: model)) as trainer:
+            trainer.step()
+    assert model.calls == 3
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(0)  # The same weights on every call.
+    layer = Layer(lambda layer, hidden: hidden * layer.scale)
+    layer.register_buffer("scale", torch.full((), 2.0, dtype=torch.float64))
+    return around(layer)
+
+
+def recorded() -> LayeredModel:
+    torch.manual_seed(0)
+    return adapt(Rooted(counts=False), lambda names: {"x": tiny_data()[:2][0]})
+
+
+@pytest.mark.parametrize("build", [scaled, recorded])
+def test_a_buffer_that_is_only_read_trains_as_in_a_plain_loop(
+    build: Callable[[], nn.Module | LayeredModel],
+) -> None:
+    job = replace(TINY, build=build)
+    ours, theirs = train(job), loop(job)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
+    for name, weight in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight)
