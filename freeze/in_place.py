@@ -9,7 +9,7 @@ model
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +118,26 @@ def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[st
     return [bottom, *(dict(layer.named_parameters()) for layer in layers[1:])]
 
 
+def freeze_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Freeze further parameters of a model, until `apply` is called again, which thaws them."""
+    if _freeze_only(model, {*_frozen_by_us(model), *parameters}):
+        torch._dynamo.reset()
+
+
+def frozen_in_place(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that `apply` has frozen, and nobody has thawed since."""
+    frozen = _frozen_by_us(model)
+    return {name: p for name, p in model.named_parameters() if p in frozen}
+
+
+def thawed_by(
+    model: nn.Module, num_frozen: int, *, layers: Sequence[nn.Module]
+) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that `apply` would thaw if it froze so many layers."""
+    staying = _bottom(model, layers, num_frozen).freezing
+    return {name: p for name, p in frozen_in_place(model).items() if p not in staying}
+
+
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 
@@ -125,13 +145,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         ValueError: there is none, or another such list is as large, or lies before it, as an
             encoder before a decoder; give the layers yourself.
     """
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential))
-        and len(module) > 1
-        and len({type(block) for block in module}) == 1
-    }
+    lists = _lists_of_equal_blocks(model)
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
@@ -141,23 +155,46 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         for path, module in lists.items()
     }
     largest = max(sizes, key=sizes.__getitem__)
-    is_before = True
+    if (before := list_before(model, list(lists[largest]))) is not None:
+        raise ValueError(
+            f"{before!r} lies before {largest!r}, both lists of equal blocks, and would freeze as "
+            "a whole with block 0; give layers=, bottom first"
+        )
     for path, size in sizes.items():
-        is_before = is_before and path != largest
-        if path == largest or _holds(path, largest) or _holds(largest, path):
-            continue
-        if is_before and size:
-            raise ValueError(
-                f"{path!r} lies before {largest!r}, both lists of equal blocks, and would freeze "
-                "as a whole with block 0; give layers=, bottom first"
-            )
-        if size == sizes[largest]:
+        is_apart = path != largest and not (_holds(path, largest) or _holds(largest, path))
+        if is_apart and size == sizes[largest]:
             # For instance the experts of two alternating classes of layers.
             raise ValueError(
                 f"{largest!r} and {path!r} are equally large lists of equal blocks; give layers=, "
                 "bottom first"
             )
     return list(lists[largest])
+
+
+def list_before(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
+    """Return the name of a list of equal blocks that would freeze as a whole with layer 0.
+
+    That is one with weights which is registered before the layers: an encoder before a decoder.
+    """
+    lists = _lists_of_equal_blocks(model)
+    paths = _paths_of(list(model.named_modules(remove_duplicate=False)), layers)
+    for path, module in model.named_modules():
+        if path == paths[0]:
+            break
+        is_apart = not any(_holds(path, own) or _holds(own, path) for own in paths)
+        if path in lists and is_apart and any(p.numel() for p in module.parameters()):
+            return path
+    return None
+
+
+def _lists_of_equal_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(module) > 1
+        and len({type(block) for block in module}) == 1
+    }
 
 
 def _holds(path: str, other: str) -> bool:
@@ -225,16 +262,24 @@ def _paths_of(places: Sequence[tuple[str, nn.Module]], blocks: Sequence[nn.Modul
     return paths
 
 
-def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
-    """Freeze these parameters, thaw others that `apply` froze; tell whether any changed."""
-    owners = [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
+def _owners(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Parameter]]]:
+    """Return each module with its own parameters by name."""
+    return [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
+
+
+def _frozen_by_us(model: nn.Module) -> set[nn.Parameter]:
     # A parameter that trains by now was thawed by the user: it is no longer ours.
-    before = {
+    return {
         own[name]
-        for module, own in owners
+        for module, own in _owners(model)
         for name in vars(module).get(_NAMES, set()) & own.keys()
         if not own[name].requires_grad
     }
+
+
+def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
+    """Freeze these parameters, thaw others that `apply` froze; tell whether any changed."""
+    owners, before = _owners(model), _frozen_by_us(model)
     freezing = {p for p in wanted if p.requires_grad}
     for p in freezing:
         p.requires_grad_(False)

@@ -1,7 +1,8 @@
 """Advise which layers of any training run could freeze, and what that would save.
 
 callbacks: FreezeAdvisor (transformers), LightningFreezeAdvisor
-    └─► observer ─► step_times: what a step's layers cost
+    └─► observer ─► step_times: what a step's layers cost ─► trial_forward: what if frozen
+                 ├► thaw_check: could what thaws train?
                  └► advice: text, picture
 """
 
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from freeze.advisor.advice import Advice
 from freeze.advisor.observer import Observer, learning_rates
+from freeze.advisor.thaw_check import ThawCheck
 
 if TYPE_CHECKING:
     from freeze.advisor.lightning_callback import LightningFreezeAdvisor
     from freeze.advisor.transformers_callback import FreezeAdvisor
 
-__all__ = ["Advice", "FreezeAdvisor", "LightningFreezeAdvisor", "Observer", "learning_rates"]
+__all__ = [
+    "Advice", "FreezeAdvisor", "LightningFreezeAdvisor", "Observer", "ThawCheck", "learning_rates",
+]  # fmt: skip
 
 _LAZY = {"FreezeAdvisor": "transformers_callback", "LightningFreezeAdvisor": "lightning_callback"}
 

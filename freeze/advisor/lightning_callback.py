@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from freeze.advisor.observer import Observer, learning_rates
+from freeze.advisor.thaw_check import ThawCheck
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ class LightningFreezeAdvisor(Observer, Callback):
         policy, every_steps, act, layers: see `Observer`.
     Raises:
         ValueError: at the start: it is to freeze in several processes, or the length of the
-            training is not known.
+            training is not known. Whenever layers thaw that were frozen before: no optimizer has
+            their weights.
     """
 
     _seen = 0
@@ -47,7 +49,15 @@ class LightningFreezeAdvisor(Observer, Callback):
             self.forget()
         # Only plugins of mixed precision have one.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.begin(pl_module, max_steps=int(steps), steps_per_epoch=per_epoch, scaler=scaler)
+        self.begin(
+            pl_module,
+            max_steps=int(steps),
+            steps_per_epoch=per_epoch,
+            scaler=scaler,
+            thaw_check=ThawCheck(
+                pl_module, trainer.optimizers, is_replicated=trainer.world_size > 1
+            ),
+        )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

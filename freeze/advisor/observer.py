@@ -13,7 +13,8 @@ from torch import nn
 
 from freeze.advisor.advice import Advice, Look
 from freeze.advisor.step_times import StepCosts, StepTimes
-from freeze.in_place import apply, find_layers, freezing_with
+from freeze.advisor.thaw_check import ThawCheck
+from freeze.in_place import apply, find_layers, freezing_with, frozen_in_place, thawed_by
 from freeze.policies import QuietUpdates
 from freeze.policy import (
     FreezeContext,
@@ -54,6 +55,8 @@ class Observer:
         layers: the model's blocks, bottom first; None finds them, see `freeze.apply`.
     Attributes:
         keeps_outputs: whether frozen layers' outputs are cached, as predicted steps count.
+        asks_first: whether the policy is asked before the first step, too. Until then nothing
+            thaws that was frozen before.
     Raises:
         ValueError: every_steps is less than 1, there are no layers, or the policy needs another
             signal, or sets learning rates; later, it lets layers rest.
@@ -78,7 +81,7 @@ class Observer:
                 "one that does not, such as Linear"
             )
         self._every, self.acts, self._given = every_steps, act, layers
-        self.keeps_outputs = False
+        self.keeps_outputs = self.asks_first = False
         self._looks: list[Look] = []
         self._since: tuple[int, ...] = ()
         self._costs: StepCosts | None = None
@@ -104,11 +107,18 @@ class Observer:
         self.load_state_dict(json.loads(self._unused))
 
     def begin(
-        self, model: nn.Module, *, max_steps: int, steps_per_epoch: int, scaler: Any = None
+        self,
+        model: nn.Module,
+        *,
+        max_steps: int,
+        steps_per_epoch: int,
+        scaler: Any = None,
+        thaw_check: ThawCheck | None = None,
     ) -> None:
         """Begin to watch a model; in a resumed run its frozen layers freeze again.
 
-        The model must not be wrapped if layers are to freeze. `scaler` is a `GradScaler`.
+        The model must not be wrapped if layers are to freeze. `scaler` is a `GradScaler`. With a
+        `thaw_check`, no weight thaws in this run that could not train.
         """
         if self._times is not None:
             self._times.close()  # A run that failed left its hooks.
@@ -116,9 +126,12 @@ class Observer:
         self._scaler, self._scale = scaler, _scale_of(scaler)
         self._blocks = self.blocks_of(model)
         is_last_one, self._model = model is self._model, model
+        self._thaw_check = thaw_check
+        # What an earlier run froze stays so until the policy is asked: else it would thaw in vain.
+        self._waits = self.acts and self.asks_first and not self._looks
         # Also with nothing frozen, if the model is the last run's: then its frozen layers thaw.
-        if self.acts and (self._since or is_last_one):
-            self.carry_out(len(self._since))
+        if self.acts and not self._waits and (self._since or is_last_one or self.asks_first):
+            self._freeze(len(self._since))
         if self._costs is None and not (self.acts and self._since):
             self._times = StepTimes(model, self._blocks)
         self.expect(max_steps=max_steps, steps_per_epoch=steps_per_epoch)
@@ -135,8 +148,22 @@ class Observer:
 
     def carry_out(self, num_frozen: int) -> None:
         """Freeze the bottom layers of the model that is watched."""
-        assert self._model is not None
-        apply(self._model, num_frozen, layers=self._blocks)
+        apply(self._watched, num_frozen, layers=self._blocks)
+
+    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
+        """Return by name the weights that `carry_out` would thaw."""
+        return thawed_by(self._watched, num_frozen, layers=self._blocks)
+
+    def _freeze(self, num_frozen: int, *, is_over: bool = False) -> None:
+        # Behind the last step a thaw is in vain anyway.
+        if self._thaw_check is not None and not is_over:
+            try:
+                self._thaw_check.refuse_lost(self.thawed_by(num_frozen), num_frozen)
+            except ValueError:
+                self._stop_timing()  # No trainer ends what it could not begin.
+                raise
+        self.carry_out(num_frozen)
+        self._waits = False
 
     def agreed(self, num_frozen: int) -> int:
         """Return what all processes freeze; this one's policy has said `num_frozen`."""
@@ -177,8 +204,10 @@ class Observer:
 
     def look(self, step: int, *, learning_rate: float, epoch: int | None = None) -> Look:
         """Ask the policy now, with `step` steps done; the epoch is that of the next step."""
+        # Who names an epoch begins it, however many were expected.
+        is_over = epoch is None and step >= self._max_steps
         epoch = step // self._per_epoch if epoch is None else epoch
-        look = self._look(step, learning_rate, epoch)
+        look = self._look(step, learning_rate, epoch, is_over=is_over)
         self._looks.append(look)
         return look
 
@@ -227,8 +256,10 @@ class Observer:
             self._costs = StepCosts(costs["step_s"], **lists)
         self._looks = [Look(**{**one, "updates": tuple(one["updates"])}) for one in state["looks"]]
 
-    def _look(self, step: int, learning_rate: float, epoch: int) -> Look:
+    def _look(self, step: int, learning_rate: float, epoch: int, *, is_over: bool) -> Look:
         updates = self._updates()
+        # What an earlier run froze may train in this one.
+        thaws = set(frozen_in_place(self._watched).values()) if self._waits else set()
         context = FreezeContext(
             step=step,
             epoch=epoch,
@@ -241,7 +272,7 @@ class Observer:
                 LayerStats(
                     f"layer {index}",
                     index,
-                    sum(p.numel() for p in own.values() if p.requires_grad),
+                    sum(p.numel() for p in own.values() if p.requires_grad or p in thaws),
                     relative_update=update,
                 )
                 for index, (own, update) in enumerate(zip(self._weights, updates, strict=True))
@@ -259,12 +290,19 @@ class Observer:
                 "not; give a policy that freezes the layers below"
             )
         num_frozen = self.agreed(decision.num_frozen)
-        self._since = frozen_since(self._since, num_frozen, step)
-        if self.acts and num_frozen != context.num_frozen:
+        changes = num_frozen != context.num_frozen
+        if self.acts and changes:
             self._stop_timing()
-            self.carry_out(num_frozen)
+        if self._waits or (self.acts and changes):
+            self._freeze(num_frozen, is_over=is_over)
+        self._since = frozen_since(self._since, num_frozen, step)
         self._begin_interval()
         return Look(step, num_frozen, updates, decision.reason)
+
+    @property
+    def _watched(self) -> nn.Module:
+        assert self._model is not None
+        return self._model
 
     def _predicted_s(self, num_frozen: int) -> float:
         if self._costs is None:
@@ -274,8 +312,7 @@ class Observer:
         )
 
     def _begin_interval(self) -> None:
-        assert self._model is not None
-        self._weights = freezing_with(self._model, self._blocks)
+        self._weights = freezing_with(self._watched, self._blocks)
         self._changes = WeightChanges({str(i): own for i, own in enumerate(self._weights)})
         self._changes.begin()
         self._num_updates, self._rates = 0, list[float]()

@@ -6,21 +6,26 @@ backward  optimizer ◄─ embedding + block 0 ◄─ ... ◄─ block L-1 ◄�
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from freeze.advisor.trial_forward import can_run_apart, frozen_forward_s
 
 _TIMED_STEPS, _TRIALS = 6, 3
 """Steps that are timed, and steps in which blocks run as if frozen; the first step is a trial."""
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,15 @@ class StepTimes:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        self._num = len(blocks)
+        self._model, self._blocks, self._num = model, blocks, len(blocks)
         self._on_cuda = any(p.is_cuda for p in model.parameters())
-        self._weights = _trained_weights(model, blocks)
         self._marks: list[tuple[str, int, float]] = []
         self._steps: list[list[float]] = []
         self._trial: list[float] | None = [0.0] * self._num
         self._trials: list[list[float]] = []
         self._in_backward, self._evaluates, self._depth = False, False, 0
         self._began: float | None = None
+        self._has_told = False
         self._hooks: list[RemovableHandle] = []
         # The loop may call the model, or only a part of it that holds the blocks.
         for module in _ancestors(model, blocks[0]):
@@ -111,7 +116,8 @@ class StepTimes:
             min(own, trial) if trial > 0 else own
             for own, trial in zip(forward, _medians(self._trials), strict=True)
         ]
-        copies = [self._copy_s(weights) for weights in self._weights]
+        weights = _trained_weights(self._model, self._blocks)
+        copies = [self._copy_s(own) for own in weights]
         return StepCosts(
             step_s,
             (forward[0] + embedding_s, *forward[1:]),
@@ -152,9 +158,26 @@ class StepTimes:
             first.register_hook(partial(self._back_in_block, index))
         if self._trial is None or self._in_backward or not block.training:
             return
-        can_run = _can_run_apart(block) and _are_plain((inputs, options))
-        seconds = _frozen_forward_s(block, inputs, options, self._now) if can_run else math.nan
-        self._trial[index] += seconds
+        self._trial[index] += self._trial_s(index, block, inputs, options)
+
+    def _trial_s(self, index: int, block: nn.Module, inputs: Any, options: Any) -> float:
+        if not can_run_apart(block, (inputs, options)):
+            return math.nan
+        try:
+            return frozen_forward_s(block, inputs, options, self._now)
+        except Exception as error:
+            # Watching must not end a training that would go on without it.
+            if not self._has_told:
+                self._has_told = True
+                _LOGGER.warning(
+                    "layer %d, of %s, cannot run once more as if it were frozen: %s: %s. The "
+                    "advice counts it as no faster when it is frozen",
+                    index,
+                    type(block).__name__,
+                    type(error).__name__,
+                    error,
+                )
+            return math.nan
 
     def _end_forward(self, *_: object) -> None:
         self._depth -= 1
@@ -233,59 +256,3 @@ def _trained_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list
         if parameter.requires_grad:
             weights[of_block.get(parameter, owner)].append(parameter)
     return weights
-
-
-def _can_run_apart(block: nn.Module) -> bool:
-    """Tell whether a block's forward can run once more by itself."""
-    # Sharded parameters are gathered for the block's own forward alone.
-    whole = all(type(p) is nn.Parameter and p.numel() for p in block.parameters())
-    # A compiled block would be compiled anew.
-    compiled = any(
-        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        for module in block.modules()
-    )
-    return whole and not compiled and not torch.compiler.is_compiling()
-
-
-def _are_plain(arguments: Any) -> bool:
-    """Tell whether a forward changes none of its arguments but tensors, which are copied."""
-    # A cache of keys and values, say, would be given the block's own a second time.
-    plain = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
-    return all(isinstance(leaf, plain) for leaf in tree_leaves(arguments))
-
-
-@torch.no_grad()
-def _frozen_forward_s(
-    block: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], now: Callable[[], float]
-) -> float:
-    """Run a block once more, without dropout and without a graph; return its seconds.
-
-    No hook fires; modes, buffers and random numbers are as before.
-    """
-    modes = [(module, module.training) for module in block.modules()]
-    # On copies: a forward may change its inputs and buffers, which autograd has kept.
-    buffers = [
-        (module, name, buffer)
-        for module in block.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    args, kwargs = tree_map(_copied, (inputs, dict(options)))
-    devices = {p.device for p in block.parameters() if p.is_cuda}
-    with torch.random.fork_rng([device.index for device in devices]):
-        try:
-            for module, _ in modes:
-                module.training = False
-            for module, name, buffer in buffers:
-                module._buffers[name] = _copied(buffer)
-            start = now()
-            block.forward(*args, **kwargs)
-            return now() - start
-        finally:
-            for module, training in modes:
-                module.training = training
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from freeze.advisor.observer import Observer, learning_rates
+from freeze.advisor.thaw_check import ThawCheck
 
 # Not a class's name: for a class transformers may build the callback anew, without arguments.
 _STATE = "freeze_advisor"
@@ -26,7 +27,8 @@ class FreezeAdvisor(Observer, TrainerCallback):
     Args:
         policy, every_steps, act, layers: see `Observer`.
     Raises:
-        ValueError: at the start: it is to freeze in several processes.
+        ValueError: at the start: it is to freeze in several processes. Whenever blocks thaw that
+            were frozen before: the optimizer does not have their weights.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -40,6 +42,9 @@ class FreezeAdvisor(Observer, TrainerCallback):
             steps_per_epoch=_steps_per_epoch(args, state, kwargs["train_dataloader"]),
             # Only accelerate's wrapper of an optimizer has one.
             scaler=getattr(kwargs["optimizer"], "scaler", None),
+            thaw_check=ThawCheck(
+                kwargs["model"], [kwargs["optimizer"]], is_replicated=args.world_size > 1
+            ),
         )
         if self.acts and args.gradient_checkpointing and not _is_reentrant(args):
             # Else the embedding's output wants a gradient, and frozen layers run their backward.

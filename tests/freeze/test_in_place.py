@@ -21,6 +21,7 @@ from transformers import (
 
 from freeze import apply, find_layers
 from freeze.advisor import Observer
+from freeze.in_place import frozen_in_place, list_before, thawed_by
 from tests.helpers.freezing import Block, Net, same, state
 from tests.helpers.pool import Pool
 
@@ -363,3 +364,33 @@ def observe_flattened() -> str:
 def test_flattened_layers_are_not_watched_as_if_they_were_apart(two_ranks: Pool) -> None:
     for refusal in two_ranks.run(observe_flattened):
         assert "has flattened" in refusal
+
+
+def test_it_is_known_what_was_frozen_here_and_what_would_thaw() -> None:
+    model = Net()
+    model.blocks[1].norm.requires_grad_(False)  # By the user: it never thaws.
+    frozen = set(apply(model, 2)) - {"blocks.1.norm.weight", "blocks.1.norm.bias"}
+    assert {*frozen_in_place(model)} == frozen
+    blocks = list(model.blocks)
+    assert {*thawed_by(model, 0, layers=blocks)} == frozen
+    assert {*thawed_by(model, 1, layers=blocks)} == {
+        "blocks.1.linear.weight",
+        "blocks.1.linear.bias",
+    }
+    assert not thawed_by(model, 2, layers=blocks) and not thawed_by(model, 4, layers=blocks)
+    model.blocks[0].requires_grad_(True)
+    assert not any(name.startswith("blocks.0.") for name in frozen_in_place(model))
+
+
+def test_a_list_of_blocks_before_the_layers_is_known() -> None:
+    model = nn.Module()
+    model.stem = nn.Sequential(nn.ReLU(), nn.ReLU())  # Without weights.
+    model.encoder = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+    model.decoder = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+    assert list_before(model, list(model.decoder)) == "encoder"
+    assert list_before(model, list(model.encoder)) is None
+    assert list_before(model, [*model.encoder, *model.decoder]) is None
+    with pytest.raises(ValueError, match="'encoder' lies before 'decoder'"):
+        find_layers(
+            nn.ModuleDict({"encoder": nn.ModuleList([Block(), Block()]), "decoder": model.decoder})
+        )

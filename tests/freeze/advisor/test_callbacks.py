@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from freeze import FreezeContext, FreezePolicy, Guarded
+from freeze import FreezeContext, FreezePolicy, Guarded, apply
 from freeze.advisor import FreezeAdvisor
 from tests.helpers.freezing import Net, same, state
 
@@ -147,7 +147,8 @@ def test_frozen_layers_that_are_checkpointed_pass_no_gradient_on(
 def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> None:
     advisor, again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True), bert()
     train(tmp_path, [advisor], bert())
-    for model in (again, again):  # That of the last run, which is frozen by now, too.
+    for model in (again, again):
+        apply(model, 0)  # The last run has frozen it, so that an optimizer would lack its weights.
         train(tmp_path, [advisor], model)
         assert [(one.step, one.num_frozen) for one in advisor.advice.looks] == [
             (2, 0),
@@ -156,6 +157,19 @@ def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> 
             (8, 2),
         ]
         assert all(one is not None for one in advisor.advice.looks[1].updates)
+
+
+def test_an_advisor_thaws_no_weights_that_an_optimizer_lacks(tmp_path: Path) -> None:
+    advisor, model = FreezeAdvisor(two_by_step_four, every_steps=2, act=True), bert()
+    train(tmp_path, [advisor], model)
+    hooks = [len(one._forward_pre_hooks) for one in model.modules()]
+    # It would begin with no layer frozen, but transformers' optimizer is of those that train.
+    with pytest.raises(ValueError, match="freezing 0 blocks thaws 'bert.embeddings.*36 other wei"):
+        train(tmp_path, [advisor], model)
+    assert not any(p.requires_grad for p in model.bert.encoder.layer[:2].parameters())
+    assert hooks == [len(one._forward_pre_hooks) for one in model.modules()]
+    train(tmp_path, [FreezeAdvisor(lambda context: 2, every_steps=2, act=True)], model)
+    train(tmp_path, [FreezeAdvisor(every_steps=2)], model)  # Without `act` nothing thaws.
 
 
 @pytest.mark.parametrize(
