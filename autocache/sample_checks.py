@@ -98,7 +98,7 @@ class SampleChecks:
                     "the dataset gives another sample %d than when its activations were cached "
                     "(random augmentation, or its data changed): the cache is not used any more, "
                     "and the frozen prefix is computed at every step. Make the dataset "
-                    "deterministic, or set cache=False",
+                    "deterministic, or keep no cache",
                     int(ids[differing[0]]),
                 )
             return not differing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -18,6 +18,9 @@ _LOGGER = logging.getLogger(__name__)
 class FrozenPrefix:
     """Hold how deep the frozen prefix is, and run it.
 
+    Args:
+        run: runs layers first .. last - 1 in another way; None runs the task's sublayers.
+
     Attributes:
         depth: number of frozen layers.
         stamps: hashes of the prefix up to each frozen layer; on stage 0, where a cache is used.
@@ -26,8 +29,9 @@ class FrozenPrefix:
         generation: grows whenever any of these changes.
     """
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, run: Callable[[Batch, int, int], Tensor] | None = None) -> None:
+        self.task, self._run = task, run
+        self._edition = 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
         self.stamps: list[int] = []
@@ -53,6 +57,8 @@ class FrozenPrefix:
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
         """Run frozen layers first..last-1, in eval mode."""
+        if self._run is not None:
+            return self._run(batch, first, last)
         model = self.task.model
         begin, end = model.first_active(first), model.first_active(last)
         with in_mode(self._modes):
@@ -75,6 +81,13 @@ class FrozenPrefix:
                 "weights of frozen layers were changed between two steps: their activations are "
                 "computed anew"
             )
+            self.stamps.clear()
+            self._stamp_layers()
+
+    def begin_edition(self) -> None:
+        """Let no row hit that was made until now: something else than tensors has changed."""
+        self._edition += 1
+        if self.stamps:
             self.stamps.clear()
             self._stamp_layers()
 
@@ -104,6 +117,7 @@ class FrozenPrefix:
     def _stamp_layers(self) -> None:
         model, dtype = self.task.model, self.task.computes_in
         mode = "eval, as the weights are" if dtype is None else f"eval, autocast to {dtype}"
+        mode += f", edition {self._edition}" if self._edition else ""
         # Within a run settings stay; a row of another run must have the same ones.
         settings = settings_of(model) if self.task.config.cache_keep else [""] * self.depth
         for layer in range(len(self.stamps), self.depth):

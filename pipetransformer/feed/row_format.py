@@ -54,7 +54,7 @@ class RowFormat:
         if others := [name for name in self._kept_of(batch) if name not in self.content.keep]:
             raise ValueError(
                 f"samples come with {others}, which the first one alone comes without: the "
-                "cache's rows have no room for that; give it in all or in none, or set cache=False"
+                "cache's rows have no room for that; give it in all or in none, or keep no cache"
             )
         self._refuse_counted_padding(batch)
 
@@ -77,7 +77,7 @@ class RowFormat:
                     raise ValueError(
                         f"{name!r} has other values than {self._task.loss_fn.ignore_index} where "
                         f"{mask_name!r} says padding, and the cache holds no padding: label it "
-                        f"with {self._task.loss_fn.ignore_index}, or set cache=False"
+                        f"with {self._task.loss_fn.ignore_index}, or keep no cache"
                     )
 
     def agree_on_layout(self) -> RowLayout | None:

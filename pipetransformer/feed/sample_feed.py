@@ -79,6 +79,9 @@ class SampleFeed:
         to_come: what fetches will ask for; workers read it ahead.
         keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
         augments: whether `augment_hidden` changes what frozen layers return, as in training.
+
+    Attributes:
+        advice: what to do where samples vary.
     """
 
     def __init__(
@@ -92,6 +95,10 @@ class SampleFeed:
         augments: bool = False,
     ) -> None:
         self.prefix = prefix
+        self.advice = (
+            "The Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
+            "says that none are to be kept, its eval_collate_fn= how evaluations' batches are made"
+        )
         self._augment = prefix.task.config.augment_hidden if augments else None
         self.dataset = samples.dataset
         self.samples, self._task, self._world = samples, prefix.task, world
@@ -166,15 +173,16 @@ class SampleFeed:
         if self._world.is_main:
             _LOGGER.warning(
                 "no cache: collate_fn gives samples other values together than one by one (it "
-                "mixes those of a batch); the frozen prefix is computed at every step. The "
-                "Trainer's cache=False says that none are to be kept, its eval_collate_fn= how "
-                "evaluations' batches are made"
+                "mixes those of a batch); the frozen prefix is computed at every step. %s"
                 if mix
                 else "no cache: the training set gives other values each time a sample is read "
-                "(random augmentation); the frozen prefix is computed at every step. The "
-                "Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
-                "says that none are to be kept"
+                "(random augmentation); the frozen prefix is computed at every step. %s",
+                self.advice,
             )
+
+    def give_up(self) -> None:
+        """Keep no rows from now on."""
+        self._gave_up = True
 
     def most_bytes(self, profile: Profile, measured: Batch) -> int:
         """Estimate the most that a node's cache will take, whatever freezes.

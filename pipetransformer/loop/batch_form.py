@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipetransformer.feed import Batch, Collation
+from pipetransformer.loop.batch_entry import BatchEntry, Mark
 
 _SIZES = (2, 4)
 """Even, as some collate_fn take even numbers of samples alone, such as timm's Mixup."""
@@ -70,6 +72,14 @@ class BatchForm:
         """Return a batch that has these entries in the place of its own."""
         like = self.example if batch is None else batch
         return _rebuilt(like, lambda name, leaf: entries.get(name, leaf))
+
+    def to_learn_from(self, batch: Any) -> Any:
+        """Return a batch whose entries say their names, and have no rows."""
+        entries = self.entries_of(batch)
+        num = len(next(iter(entries.values())))
+        table = torch.full((num, 2), -1)
+        named = {n: BatchEntry.read(Mark(n, {}, table), entry) for n, entry in entries.items()}
+        return self.with_entries(named, batch)
 
 
 def _has_rows(leaf: Any, num: int) -> bool:

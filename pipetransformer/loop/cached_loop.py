@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, final
 
 import torch
@@ -31,9 +32,17 @@ from freeze import (
     as_policy,
     chosen_policy,
 )
+from pipetransformer.feed import own_random_numbers
+from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.epoch_policy import EpochPolicy
+from pipetransformer.loop.forward_call import LoopCall, guessed_call
+from pipetransformer.loop.loaders import base_of, giving_indices
+from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService, check_settings
+from pipetransformer.loop.short_forward import learning
 from pipetransformer.model import refuse_wrapper
+
+_CPU = torch.device("cpu")
 
 
 def attach(
@@ -118,26 +127,75 @@ class CachedLoop:
             ValueError: the loader has no sampler of batches, the model cannot be cut, or it is
                 given images that were not read, but not the batch that was yielded last.
         """
-        # What is kept serves loops in any mode.
-        with torch.inference_mode(False):
-            rows = self._start(loader)
-            self.num_frozen = self._freeze(rows, loader)
-        rows.take_stats()
-        rows.epoch = epoch = self._num_begun
-        self._num_begun += 1
-        serves = rows.forward.is_awaited = rows.may_serve
+        rows = self._start(loader)
+        if rows is None:
+            yield from self._learning(loader)
+            return
+        epoch = self._begin(rows, loader)
         try:
-            for batch in rows.batches(loader) if serves else loader:
+            for batch in rows.batches(loader) if rows.may_serve else rows.marked(loader):
                 yield batch
-                if serves and (self._is_closed or rows.epoch != epoch):
+                if rows.may_serve and (self._is_closed or rows.epoch != epoch):
                     raise ValueError(
                         "this epoch has ended, as the loop was closed or has begun another epoch"
                     )
         finally:
-            if rows.epoch == epoch:
-                rows.forward.is_awaited = False
+            self._end(rows, epoch)
+
+    def _begin(self, rows: RowService, loader: DataLoader[Any]) -> int:
+        # What is kept serves loops in any mode.
+        with torch.inference_mode(False):
+            self.num_frozen = self._freeze(rows, loader)
+        rows.take_stats()
+        rows.epoch = epoch = self._num_begun
+        self._num_begun += 1
+        rows.forward.is_awaited = rows.may_serve
+        return epoch
+
+    def _end(self, rows: RowService, epoch: int) -> None:
         if rows.epoch == epoch:
+            rows.forward.is_awaited = False
             self.stats = rows.take_stats()
+
+    def _learning(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield an epoch whose first forward says what the model is given.
+
+        That forward freezes, too. Where no workers read, the batches behind it have rows already.
+        """
+        base = base_of(loader)
+        form, drawn = BatchForm.of(base), list[list[int]]()
+        dataset, collate_fn = base.dataset, base.collate_fn  # They are swapped meanwhile.
+
+        def begin(call: LoopCall) -> None:
+            with torch.inference_mode(False):
+                self._rows = RowService(self._model, loader, self._settings, call=call)
+            weakref.finalize(self, self._rows.close)
+            self._rows.forward.is_confirmed = True
+            self._begin(self._rows, loader)
+            self._rows.announce(drawn)
+
+        def make(indices: list[int]) -> Any:
+            rows = self._rows
+            if rows is not None and rows.may_serve:
+                return rows.made(indices)
+            batch = collate_fn([dataset[index] for index in indices])
+            return batch if rows is not None else form.to_learn_from(batch)
+
+        with learning(self._model, begin):
+            if base.num_workers:
+                for batch in loader:
+                    yield batch if self._rows is not None else form.to_learn_from(batch)
+            else:
+                with giving_indices(base, drawn.extend, make, draws=True):
+                    batches = iter(loader)
+                    first = list(islice(batches, 1))
+                yield from chain(first, batches)
+        if self._rows is None:
+            raise ValueError(
+                "no forward of the model was given anything of a batch in this epoch, so nothing "
+                "was frozen: attach what the loop calls, with tensors of the loader's batches"
+            )
+        self._end(self._rows, self._rows.epoch)
 
     def _freeze(self, rows: RowService, loader: DataLoader[Any]) -> int:
         if isinstance(self._freezes, EpochPolicy):
@@ -146,11 +204,18 @@ class CachedLoop:
         rows.set_depth(num_frozen)
         return num_frozen
 
-    def _start(self, loader: DataLoader[Any]) -> RowService:
+    def _start(self, loader: DataLoader[Any]) -> RowService | None:
+        """Return what serves the loop; None where its first forward must tell how."""
         if self._is_closed:
             raise ValueError("this loop was closed; attach the model anew")
         if self._rows is None:
-            self._rows = RowService(self._model, loader, self._settings)
+            base = base_of(loader)
+            with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
+                with own_random_numbers(_CPU):
+                    names = BatchForm.of(base).names
+                if guessed_call(self._model, names) is None:
+                    return None
+                self._rows = RowService(self._model, loader, self._settings)
             weakref.finalize(self, self._rows.close)
         self._rows.refuse_another(loader)
         return self._rows

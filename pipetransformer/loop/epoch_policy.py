@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from freeze import FreezePolicy, PolicyFunction
-from freeze.advisor import Observer, learning_rates
+from freeze.advisor import Observer, ThawCheck, learning_rates
 from pipetransformer.loop.row_service import RowService
 
 
@@ -26,7 +26,7 @@ class EpochPolicy(Observer):
         self, policy: FreezePolicy | PolicyFunction, optimizer: Optimizer, num_epochs: int
     ) -> None:
         super().__init__(policy, every_steps=sys.maxsize, act=True)
-        self.keeps_outputs = True
+        self.keeps_outputs = self.asks_first = True
         self._optimizer, self._num_epochs = optimizer, num_epochs
         self._rows: RowService | None = None
         self._step, self._owes_end = 0, False
@@ -36,11 +36,12 @@ class EpochPolicy(Observer):
         """Freeze what the coming epoch freezes; return how many blocks. Collective."""
         if self._rows is None:
             self._rows = rows
-            rows.set_depth(0)
+            model = rows.task.model.model
             self.begin(
-                rows.task.model.model,
+                model,
                 max_steps=num_batches * self._num_epochs,
                 steps_per_epoch=num_batches,
+                thaw_check=ThawCheck(model, [self._optimizer], is_replicated=rows.world.size > 1),
             )
             self._handles = [
                 self._optimizer.register_step_pre_hook(self._end_last),
@@ -56,6 +57,9 @@ class EpochPolicy(Observer):
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         return list(self._served.row_blocks)
+
+    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
+        return self._served.thawed_by(num_frozen)
 
     def carry_out(self, num_frozen: int) -> None:
         self._served.set_depth(num_frozen)

@@ -12,7 +12,7 @@ to change nothing below the last block.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
-from pipetransformer.model import unwrapped
+from pipetransformer.model import TARGETS, names_of, unwrapped
 
 _HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_head")
 """Arguments that change nothing below the last block; the last one is TRL's."""
@@ -34,6 +34,30 @@ _OFF = ("use_cache", *_OUTPUTS)
 
 
 @final
+@dataclass(frozen=True)
+class LoopCall:
+    """Say what a loop gives its model.
+
+    Args:
+        parameters: by an entry's name, the parameter that is given it.
+        constants: other arguments that are not the default's, the same in all forwards.
+    """
+
+    parameters: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+
+def guessed_call(model: nn.Module, names: Sequence[str]) -> LoopCall | None:
+    """Guess what a loop gives its model of a batch's entries; None where names say nothing."""
+    takes = names_of(model).inputs
+    if known := {name: name for name in takes if name in names}:
+        return LoopCall(known)
+    if names[0] == "0" and len(names) <= 2:  # An input, and maybe a label.
+        return LoopCall({"0": takes[0]})
+    return None
+
+
+@final
 @dataclass(eq=False)
 class RowBatch:
     """Hold a batch's samples and rows. Entries of the batch hold it as long as they live.
@@ -43,8 +67,9 @@ class RowBatch:
         ids: (B,) int64, the samples; `epoch` is that in which they were asked for.
         depth: number of blocks that the rows have passed; 0 without rows.
         rows: (B, ...), what the last frozen block returns; None without any.
-        inputs: by the names of entries; of those that were not read an example, (N, ...).
+        inputs: by parameters; of those that were not read an example, (N, ...).
         not_read: names of these.
+        call: whose parameters these are.
     """
 
     number: int
@@ -54,6 +79,7 @@ class RowBatch:
     rows: Tensor | None
     inputs: Mapping[str, Tensor]
     not_read: frozenset[str]
+    call: LoopCall
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,12 +87,14 @@ class RowBatch:
         self.table = torch.stack([torch.full_like(places, self.number), places], dim=1)
 
     def entries(self) -> dict[str, BatchEntry]:
-        """Return the inputs as a loop is given them."""
-        return {name: self._entry(name, value) for name, value in self.inputs.items()}
+        """Return the inputs as a loop is given them, by parameters."""
+        names = {parameter: name for name, parameter in self.call.parameters.items()}
+        return {one: self.entry(names[one], value, one) for one, value in self.inputs.items()}
 
-    def _entry(self, name: str, value: Tensor) -> BatchEntry:
+    def entry(self, name: str, value: Tensor, parameter: str = "") -> BatchEntry:
+        """Return an entry of the batch under its name in the loader's batches."""
         mark = Mark(name, {self.number: self}, self.table)
-        if name in self.not_read:
+        if parameter in self.not_read:
             return BatchEntry.unread(mark, value.shape[1:], value.dtype, value.device)
         return BatchEntry.read(mark, value)
 
@@ -76,13 +104,14 @@ class RowBatch:
 
 @final
 class ForwardCall:
-    """Know a model's signature, and what of it is given the entries of a batch.
+    """Know a model's signature, and what of it a loop gives.
 
     Args:
-        targets: parameters that the loss alone takes.
+        call: None where that is yet to be learnt.
     """
 
-    def __init__(self, model: nn.Module, targets: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, call: LoopCall | None = None) -> None:
+        self._call = call or LoopCall({})
         own = unwrapped(model)
         self._config = getattr(own, "config", None)
         kinds = inspect.Parameter
@@ -94,30 +123,53 @@ class ForwardCall:
         ]
         self.parameters = tuple(one.name for one in named)
         self._defaults = {one.name: one.default for one in named}
-        self._ignored = frozenset((*targets, *_HARMLESS))
+        self._ignored = frozenset((*TARGETS, *_HARMLESS))
+
+    def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
+        """Return what a forward was given of a batch; None where that is no call of a loop."""
+        parameters, constants = dict[str, str](), dict[str, Any]()
+        for name, value in self._given(args, kwargs):
+            if name in self._ignored or name == "":
+                continue
+            if isinstance(value, BatchEntry):
+                if (mark := value.mark()) is None or mark.name in parameters:
+                    return None
+                parameters[mark.name] = name
+            elif not self._is_default(name, value):
+                if not isinstance(value, (bool, int, float, str, type(None))):
+                    return None
+                constants[name] = value
+        return LoopCall(parameters, constants) if parameters else None
 
     def mark_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mark | None:
         """Return which rows a forward is of; None where it must run from its start."""
         marks: dict[str, Mark] = {}
+        constants = set(self._call.constants)
         for name, value in self._given(args, kwargs):
             if name in self._ignored:
                 continue
             if not isinstance(value, BatchEntry):
-                if not self._is_default(name, value):
+                if name in constants and value == self._call.constants[name]:
+                    constants.discard(name)
+                elif name in constants or not self._is_default(name, value):
                     return None
                 continue
             mark = value.mark()
-            if mark is None or mark.name != name:
+            if mark is None or self._call.parameters.get(mark.name) != name:
                 return None
             if not all(_is_alike(value, batch.dtype_of(name)) for batch in mark.batches.values()):
                 return None
             marks[name] = mark
         first = next(iter(marks.values()), None)
-        if first is None or not all(first.holds_same_rows(one) for one in marks.values()):
+        if (
+            first is None
+            or constants
+            or not all(first.holds_same_rows(one) for one in marks.values())
+        ):
             return None
         # Rows were computed of all inputs that a batch has.
         complete = all(marks.keys() == batch.inputs.keys() for batch in first.batches.values())
-        return first if complete and not self._wants_more() else None
+        return first if complete else None
 
     def _given(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

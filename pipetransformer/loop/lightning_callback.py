@@ -36,7 +36,8 @@ class LightningFreezeCallback(ServingObserver, LightningFreezeAdvisor):
             takes the only one with weights.
     Raises:
         ValueError: at the start: the training is one whose blocks cannot freeze, or whose model or
-            samples cannot be cached.
+            samples cannot be cached. Whenever blocks thaw that were frozen before: no optimizer
+            has their weights.
     """
 
     def __init__(

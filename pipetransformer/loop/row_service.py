@@ -24,6 +24,7 @@ import freeze as freezing
 from autocache import HIDDEN, CacheStats
 from autodp import broadcast_json
 from autopipe.loss import Loss
+from freeze.in_place import freeze_parameters, list_before, thawed_by
 from pipetransformer.config import make_config
 from pipetransformer.feed import (
     FrozenPrefix,
@@ -34,21 +35,25 @@ from pipetransformer.feed import (
     own_random_numbers,
 )
 from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
-from pipetransformer.loop.forward_call import RowBatch
+from pipetransformer.loop.data_watch import DataWatch
+from pipetransformer.loop.forward_call import LoopCall, RowBatch, guessed_call
 from pipetransformer.loop.loaders import base_of, giving_indices
-from pipetransformer.loop.randomness import draws_below, generators_kept
+from pipetransformer.loop.model_watch import ModelWatch, left_alone
+from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.loop.randomness import draws_below, draws_in_reading, generators_kept
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.rounding import compare_rounded
+from pipetransformer.loop.row_probe import RowProbe
 from pipetransformer.loop.short_forward import ShortForward
-from pipetransformer.model import Task, adamw, names_of, present, row_of
+from pipetransformer.model import LayeredModel, Task, adamw, names_of, present, row_of
 from pipetransformer.processes import connect
 
 _LOGGER = logging.getLogger(__name__)
 
 SETTINGS = (
     "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
-    "cache_device", "cache_check", "augment_hidden", "prefix_chunk", "precision", "seed",
-    "tied_weights",
+    "cache_device", "cache_check", "cache_views", "augment_hidden", "prefix_chunk", "precision",
+    "seed", "tied_weights",
 )  # fmt: skip
 """Fields of `TrainConfig` that a loop may set."""
 
@@ -56,6 +61,19 @@ _READS = "reads"
 """Names of entries that are read though rows make them needless, as the loop looks at them."""
 
 _USUAL_BATCH = 32
+_UNTIED_LATE = (
+    "tied_weights='untie' gives the head a copy of the embedding, but the loop's optimizer was "
+    "built before, and would never train it. Untie the model before you build the optimizer: "
+    "head = model.get_output_embeddings(); "
+    "head.weight = torch.nn.Parameter(head.weight.detach().clone()); "
+    "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
+)
+_IF_RANDOM = (
+    "cache_views= keeps a few fixed views of each sample; or change in the loop, behind the data "
+    "set, what is to vary"
+)
+_MOST_READ = 16
+"""Samples at which it is looked whether reading draws random numbers."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -91,40 +109,37 @@ class RowService:
         loader: Any,
         settings: Mapping[str, Any],
         *,
+        call: LoopCall | None = None,
         keeps_to_labels: bool = False,
     ) -> None:
         self.epoch, self._numbers = 0, itertools.count()
         self._reads = tuple(settings.get(_READS, ()))
-        settings = {name: value for name, value in settings.items() if name != _READS}
+        self._settings = {name: value for name, value in settings.items() if name != _READS}
+        self._model, self._keeps_to_labels = model, keeps_to_labels
         self._to_come: deque[tuple[int, Tensor]] = deque()
         self._stats, self._num_frozen = CacheStats(), -1
         self._has_told = False
-        # Frozen by this class, where `freeze.apply` leaves them: it must thaw them, too.
-        self._also_frozen: list[nn.Parameter] = []
         _refuse_sharded(model)
         _refuse_prompts(model)
-        base = base_of(loader)
+        self._base = base = base_of(loader)
+        check_dataset(base.dataset, "the loader's dataset")
+        self._num_samples = len(base.dataset)  # type: ignore[arg-type]
+        self.device = next(model.parameters()).device
         with generators_kept(base.collate_fn, base.dataset):
-            self._look_at(model, base, settings, keeps_to_labels=keeps_to_labels)
+            with own_random_numbers(self.device):
+                self._form = BatchForm.of(base)
+            self._look_at(call or _expected_call(model, self._form))
         # Until it is said what that changes.
         self._rounds = self.task.config.cache_dtype is not None
 
-    def _look_at(
-        self,
-        model: nn.Module,
-        base: DataLoader[Any],
-        settings: Mapping[str, Any],
-        *,
-        keeps_to_labels: bool,
-    ) -> None:
+    def _look_at(self, call: LoopCall) -> None:
+        """Run the model on some samples, as the loop does, and make all that serves it."""
+        base, model, self._call = self._base, self._model, call
         dataset: Any = base.dataset
-        check_dataset(dataset, "the loader's dataset")
-        self._num_samples = len(dataset)
-        collate = None if base.collate_fn is default_collate else base.collate_fn
         config = make_config(
             {
-                **settings,
-                "collate_fn": collate,
+                **self._settings,
+                "collate_fn": None if base.collate_fn is default_collate else base.collate_fn,
                 "num_workers": base.num_workers,
                 **({"prefetch_factor": base.prefetch_factor} if base.num_workers else {}),
                 # Of a sampler that does not say it, batches are run in chunks of the most usual.
@@ -133,38 +148,117 @@ class RowService:
                 "remove_unused_columns": False,
             }
         )
-        self.device = next(model.parameters()).device
-        with own_random_numbers(self.device), in_own_forward(model):
-            self._form = BatchForm.of(base)
-            self._collation = collation = _collation(model, self._form, base.collate_fn)
-            if odd := [name for name in self._reads if name not in collation.inputs]:
-                raise ValueError(f"reads= names {odd}; the model is given {collation.inputs}")
-            samples = Samples(dataset, collation, config.seed)
+        self._collation = collation = _collation(call, self._form, base.collate_fn)
+        if odd := [name for name in self._reads if name not in call.parameters]:
+            raise ValueError(f"reads= names {odd}; the model is given {[*call.parameters]}")
+        samples = Samples(dataset, collation, config.seed)
+        self._data = DataWatch(dataset, [*call.parameters])
+        had = {id(parameter) for parameter in model.parameters()}
+        with left_alone(model, self.device), in_own_forward(model):
             self._example = samples.probe([0, len(dataset) // 2])
             layered = present(
                 model,
                 self._example,
                 F.cross_entropy,
                 unties=config.tied_weights == "untie",
-                keeps_to_labels=keeps_to_labels,
+                keeps_to_labels=self._keeps_to_labels,
                 beside=collation.targets,
+                constants=call.constants,
             )
-            if "cache_check" not in settings and not HeldTargets(samples).knows():
+            if "cache_check" not in self._settings and not HeldTargets(samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
+        if any(id(parameter) not in had for parameter in model.parameters()):
+            raise ValueError(_UNTIED_LATE)
+        self._refuse_lists_before(layered)
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
         self.world = connect(self.device.type, timeout_s=config.setup_timeout_s)
+        self._partial = PartialForward(self.task, self._example, call.constants)
+        prefix = FrozenPrefix(self.task, self._run_blocks)
         self.feed = SampleFeed(
-            FrozenPrefix(self.task),
+            prefix,
             self.world,
             samples,
             to_come=lambda: tuple(self._to_come),
+            keeps=config.cache_views or 1,
             augments=True,
         )
+        self.feed.advice = _IF_RANDOM
         with own_random_numbers(self.device):
             self.feed.look_for_randomness()
-        self.forward = ShortForward(self.feed.prefix, renew=self._renew, read=self._read_inputs)
+        self._look_for_draws(base)
+        watch = ModelWatch(self._watched(0))
+        self.forward = ShortForward(
+            prefix, call, watch, learn=self._learn, renew=self._renew, read=self._read_inputs
+        )
+
+    def _learn(self, call: LoopCall) -> None:
+        """Serve the loop as it calls its model, which is not what was expected."""
+        num_frozen, self._num_frozen = self._num_frozen, -1
+        self.forward.close()
+        self.feed.close()
+        self.world.close()
+        self._look_at(call)
+        self.forward.is_confirmed = True
+        if num_frozen >= 0:
+            self.set_depth(num_frozen)
+
+    def _refuse_lists_before(self, layered: LayeredModel) -> None:
+        before = list_before(self._model, row_of(layered).blocks)
+        if before is not None:
+            raise ValueError(
+                f"{before!r}, a list of equal blocks, lies before the row of blocks that can be "
+                "cached, and would freeze as a whole with block 0. To freeze so on purpose, do it "
+                "without rows: freeze.apply(model, n, layers=...), bottom first"
+            )
+        _LOGGER.info("blocks freeze in the order of %r", row_of(layered).name)
+
+    def _look_for_draws(self, base: DataLoader[Any]) -> None:
+        """Give up the cache where reading samples draws what the loop would miss."""
+        if self.task.config.cache_views is not None:
+            return  # Then each view is drawn under its own seed.
+        samples, dataset = self.feed.samples, base.dataset
+        owners = (dataset, samples.collation.function)
+        ids = samples.spread(_MOST_READ)
+        drawn = [
+            draws_in_reading(lambda index=index: dataset[index], owners)  # type: ignore[misc]
+            for index in ids
+        ]
+        draws, draws_own = map(any, zip(*drawn, strict=True))
+        if not self.feed.may_cache or not (draws or draws_own):
+            return
+        if draws and not base.num_workers:
+            self.feed.give_up()
+            _LOGGER.warning(
+                "no cache: the data set draws random numbers when a sample is read, without "
+                "effect on those that were looked at; without the reads the loop's own random "
+                "numbers would be others. Draw from a generator of the data set's own, or read by "
+                "workers"
+            )
+        else:
+            _LOGGER.warning(
+                "the data set draws random numbers when a sample is read, without effect on the "
+                "%d that were looked at: a change that is seldom cannot be seen, and would be "
+                "kept in rows. Where there is one, freeze without rows by freeze.apply",
+                len(ids),
+            )
+
+    def _watched(self, depth: int) -> Iterator[nn.Module]:
+        """Yield the modules that may change what so many blocks return, and those around them."""
+        row = self._partial.row
+        above = {part for block in row.blocks[depth:] for part in block.modules()}
+        for module in self.task.model.model.modules():
+            if module not in above and (
+                module not in row.called_above or module in row.called_below
+            ):
+                yield module
+
+    def _run_blocks(self, batch: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        """Run frozen blocks on samples' entries, or on what the last one of `first` returns."""
+        entries = {name: entry for name, entry in batch.items() if name in self.task.model.inputs}
+        hidden = batch[HIDDEN] if first else None
+        return self._partial(entries, first=first, last=last, hidden=hidden)[0]
 
     def refuse_another(self, loader: Any) -> None:
         """Raise a ValueError for a loader of other samples than those that were looked at."""
@@ -174,12 +268,13 @@ class RowService:
         if dataset is not samples.dataset or base.collate_fn != function:
             raise ValueError(
                 "this loader has another data set or collate_fn than that of the first epoch, and "
-                "rows are kept by index; attach once for each"
+                "rows are kept by index; attach once for each, or begin another training"
             )
         if len(dataset) != self._num_samples:
             raise ValueError(
                 f"the data set has {len(dataset)} samples, but had {self._num_samples} in the "
-                "first epoch, and rows are kept by index; close this loop, and attach anew"
+                "first epoch, and rows are kept by index; close this loop and attach anew, or "
+                "begin another training"
             )
 
     @property
@@ -190,6 +285,11 @@ class RowService:
     @property
     def depth(self) -> int:
         return self.feed.prefix.depth
+
+    @property
+    def _sides(self) -> tuple[str, ...]:
+        """Name the inputs that are read above the blocks, too."""
+        return self.task.model.sides_of(0, len(self.task.model.sublayers))
 
     @property
     def may_serve(self) -> bool:
@@ -225,7 +325,7 @@ class RowService:
             )
         self.forward.give_back()
         self._freeze(num_frozen)
-        if depth and self._draws_below(depth):
+        if depth and (self._draws_below(depth) or not self._are_rows_right(depth)):
             depth = 0
         self._note_stats()
         # What is kept serves loops in any mode.
@@ -239,7 +339,11 @@ class RowService:
         model = self.task.model
         names = (*model.inputs, *model.sides_of(0, len(model.sublayers)))
         entries = {n: self._example[n].to(self.device) for n in names if n in self._example}
-        with in_own_forward(model.model), self.task.computing(self.device):
+        with (
+            left_alone(model.model, self.device),
+            in_own_forward(model.model),
+            self.task.computing(self.device),
+        ):
             draws = draws_below(model.model, self.row_blocks[depth - 1], entries)
         if draws and not self._has_told:
             self._has_told = True
@@ -252,25 +356,62 @@ class RowService:
             )
         return draws
 
+    def _are_rows_right(self, depth: int) -> bool:
+        """Return whether rows may take the blocks' place; a warning says why not."""
+        self.forward.watch = watch = ModelWatch(self._watched(depth))
+        self.forward.set_depth(depth)
+        probe = RowProbe(
+            self.task, self.feed.samples, self._partial, watch, self.device, self._from_rows
+        )
+        base = self._base
+        try:
+            with generators_kept(base.collate_fn, base.dataset):
+                why = probe.why_not(depth)
+        finally:
+            self.forward.give_back()
+        watch.renew()
+        if why and not self._has_told:
+            self._has_told = True
+            _LOGGER.warning(
+                "no cache of the lower %d blocks of %s: %s; they run at every step",
+                depth,
+                type(self.task.model.model).__name__,
+                why,
+            )
+        return not why
+
+    def _from_rows(
+        self, entries: Mapping[str, Tensor], rows: Tensor, targets: Mapping[str, Tensor]
+    ) -> Any:
+        """Run the model from rows, as a loop will have it run."""
+        fetched = {name: entry for name, entry in entries.items() if name in self._sides}
+        ids = torch.full((len(rows),), -1)  # Nothing is read for it.
+        batch = self._row_batch({**fetched, HIDDEN: rows}, ids, self.epoch)
+        batch.depth = self.forward.depth
+        given = {name: entry.to(self.device) for name, entry in batch.entries().items()}
+        return self.task.model.model(**given, **self._partial.keywords, **targets)
+
     def _freeze(self, num_frozen: int) -> None:
-        """Freeze blocks, and what they read, but `freeze.apply` leaves: a learned bias, say."""
+        freezing.apply(self.task.model.model, num_frozen, layers=self.row_blocks)
+        freeze_parameters(self.task.model.model, self._read_below(num_frozen))
+
+    def _read_below(self, num_frozen: int) -> set[nn.Parameter]:
+        """Return what frozen blocks read, also where `freeze.apply` leaves it: a learned bias."""
         model = self.task.model
-        for parameter in self._also_frozen:
-            parameter.requires_grad_(True)
-        freezing.apply(model.model, num_frozen, layers=self.row_blocks)
         tied = model.shared_above(num_frozen)
         keeps = tied if self.task.config.tied_weights == "train" else frozenset()
-        below = [
+        below = (
             model.tensor(name)
             for name, index in model.owners.items()
             if model.sublayers[index].layer < num_frozen and name not in keeps
-        ]
-        self._also_frozen = [
-            one for one in below if isinstance(one, nn.Parameter) and one.requires_grad
-        ]
-        for parameter in self._also_frozen:
-            parameter.requires_grad_(False)
-            parameter.grad = None
+        )
+        return {one for one in below if isinstance(one, nn.Parameter)}
+
+    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
+        """Return by name the weights that `set_depth` would thaw."""
+        staying = self._read_below(num_frozen)
+        thawed = thawed_by(self.task.model.model, num_frozen, layers=self.row_blocks)
+        return {name: p for name, p in thawed.items() if p not in staying}
 
     def taken_over(self, loader: Any) -> AbstractContextManager[None]:
         """Have iterations of the loader that begin within the block give cached batches."""
@@ -278,7 +419,7 @@ class RowService:
         # Persistent workers keep their first seeds.
         is_first = self.epoch == 0 and base._iterator is None
         draws = not base.persistent_workers or is_first
-        return giving_indices(base, self._announce, self._made, draws=draws)
+        return giving_indices(base, self.announce, self.made, draws=draws)
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch of the loader."""
@@ -287,11 +428,23 @@ class RowService:
             first = list(islice(batches, 1))
         yield from chain(first, batches)
 
-    def _announce(self, drawn: Sequence[list[int]]) -> None:
+    def marked(self, loader: Any) -> Iterator[Any]:
+        """Yield the loader's own batches; until it is known, these say what the model is given."""
+        for batch in loader:
+            yield batch if self.forward.is_confirmed else self._form.to_learn_from(batch)
+
+    def announce(self, drawn: Sequence[list[int]]) -> None:
+        """Take note of all batches of an epoch."""
+        if self._data.changed() and self.depth:
+            _LOGGER.warning(
+                "samples were edited in memory since the last epoch: what frozen blocks return is "
+                "computed anew"
+            )
+            self.feed.prefix.begin_edition()
         self._to_come.clear()  # The loop may have left the last epoch early.
         self._to_come.extend((self.epoch, torch.tensor(ids)) for ids in drawn)
 
-    def _made(self, indices: list[int]) -> Any:
+    def made(self, indices: list[int]) -> Any:
         """Return a batch in the loader's form, whose entries know its rows."""
         ids, to_come = torch.tensor(indices), self._to_come
         # Some may have been skipped, as where a run is resumed.
@@ -307,6 +460,10 @@ class RowService:
             own = self._collation.named(self._form.entries_of(read))
             fetched = {**own, **{n: t for n, t in fetched.items() if n == HIDDEN}}
         batch = self._row_batch(fetched, ids, epoch)
+        if not self.forward.is_confirmed:  # The loop may give the model any of them.
+            known = self._collation.known_as
+            beside = {known(n): n for n in self._form.names if n not in self._call.parameters}
+            fetched |= {own: batch.entry(name, fetched[own]) for own, name in beside.items()}
         if self._rounds and batch.rows is not None:
             self._rounds = False
             self._compare_rounded(ids, epoch)
@@ -320,10 +477,23 @@ class RowService:
             return self.feed.samples.collated(indices, view=self.feed.view(epoch))
 
     def _fetch(self, ids: Tensor, epoch: int) -> dict[str, Tensor]:
+        self._notice_changes()
         with own_random_numbers(self.device), torch.inference_mode(False):
             batch = self.feed.fetch(ids, epoch=epoch, keeps=True)
             # The cache reads into the same memory again, but a loop may keep its batches.
             return {name: entry.clone() for name, entry in batch.items()}
+
+    def _notice_changes(self) -> None:
+        """Use no row that was made before the user has changed the model by hand."""
+        watch = self.forward.watch
+        self.forward.refuse_replaced()
+        if self.depth and watch.changed():
+            watch.renew()
+            _LOGGER.warning(
+                "attributes or hooks of frozen modules were changed: what they return is computed "
+                "anew"
+            )
+            self.feed.prefix.begin_edition()
 
     def _compare_rounded(self, ids: Tensor, epoch: int) -> None:
         """Log what rounded rows change of a batch."""
@@ -350,12 +520,12 @@ class RowService:
 
     def _row_batch(self, fetched: dict[str, Tensor], ids: Tensor, epoch: int) -> RowBatch:
         """Return a batch's inputs and rows; what rows make needless was not read."""
-        model = self.task.model
-        inputs, sides = model.inputs, model.sides_of(0, len(model.sublayers))
+        inputs, sides = self.task.model.inputs, self._sides
         rows = fetched.get(HIDDEN)
         not_read = frozenset(name for name in inputs if name not in fetched)
         entries = {name: fetched.get(name, self._example[name]) for name in (*inputs, *sides)}
-        return RowBatch(next(self._numbers), ids, epoch, self.depth, rows, entries, not_read)
+        number = next(self._numbers)
+        return RowBatch(number, ids, epoch, self.depth, rows, entries, not_read, self._call)
 
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call, and start over."""
@@ -386,21 +556,20 @@ def _refuse_prompts(model: nn.Module) -> None:
         )
 
 
-def _collation(model: nn.Module, form: BatchForm, collate_fn: Any) -> LoaderCollation:
-    """Guess by names what the loop gives the model of a batch.
-
-    Raises:
-        ValueError: no entry has the name of a parameter, and they are not two.
-    """
-    names = names_of(model)
-    parameters = {name: name for name in names.inputs if name in form.names}
-    if not parameters and form.names[:1] == ("0",) and len(form.names) <= 2:
-        parameters = {form.names[0]: names.inputs[0]}
-    if not parameters:
+def _expected_call(model: nn.Module, form: BatchForm) -> LoopCall:
+    call = guessed_call(model, form.names)
+    if call is None:
         raise ValueError(
             f"batches have the entries {list(form.names)}, and the model takes "
-            f"{list(names.inputs)}: which is which?"
+            f"{list(names_of(model).inputs)}: which is given which cannot be told by their names. "
+            "Name entries as the model does, or use `attach` in a loop of your own, which learns "
+            "it from the first forward"
         )
+    return call
+
+
+def _collation(call: LoopCall, form: BatchForm, collate_fn: Any) -> LoaderCollation:
+    parameters = call.parameters
     targets = tuple(beside(n, parameters) for n in form.names if n not in parameters)
     return LoaderCollation(
         names=(*parameters.values(), *targets),

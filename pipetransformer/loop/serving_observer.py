@@ -55,7 +55,7 @@ class ServingObserver(Observer):
                 "effect; leave that out"
             )
         super().__init__(chosen_policy(freeze), every_steps=every_steps, act=True, layers=layers)
-        self.keeps_outputs = cache
+        self.keeps_outputs, self.asks_first = cache, True
         self._caches, self._settings = cache, settings
         self._rows: RowService | None = None
         self._swap = ExitStack()
@@ -79,7 +79,6 @@ class ServingObserver(Observer):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}. Or freeze without rows: cache=False") from error
         self._at_the_end = weakref.finalize(self, self._rows.close)
-        self._rows.set_depth(0)
 
     def take_over(self, loader: Any) -> None:
         """Have the epoch that begins now give cached batches."""
@@ -114,6 +113,11 @@ class ServingObserver(Observer):
                 "after the other, whose outputs can be cached; leave layers= out, or cache=False"
             )
         return own
+
+    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
+        if self._rows is None:
+            return super().thawed_by(num_frozen)
+        return self._rows.thawed_by(num_frozen)
 
     def carry_out(self, num_frozen: int) -> None:
         if self._rows is None:

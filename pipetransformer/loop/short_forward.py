@@ -15,7 +15,8 @@ and the rest of the model are called as ever. Copies and pickles of the model ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -26,8 +27,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from pipetransformer.feed import FrozenPrefix
-from pipetransformer.loop.batch_entry import BatchEntry, Mark
-from pipetransformer.loop.forward_call import ForwardCall, RowBatch, holds_entries
+from pipetransformer.loop.batch_entry import BatchEntry, Mark, plain
+from pipetransformer.loop.forward_call import ForwardCall, LoopCall, RowBatch, holds_entries
+from pipetransformer.loop.model_watch import ModelWatch
 from pipetransformer.model import adapters_in_use, row_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -38,23 +40,32 @@ class ShortForward:
     """Replace what a row's frozen blocks compute by rows, where a forward has some.
 
     Args:
+        call: what the loop gives the model.
+        watch: of what is frozen, and of what lies around it.
+        learn: told, once, what the loop gives the model instead.
         renew: brings a batch's rows to the present depth.
         read: returns the inputs of a batch that were not read, (B, ...) each.
 
     Attributes:
+        depth: number of blocks that rows may take the place of.
+        is_confirmed: whether a forward was given what was expected, or has said what it is given.
         is_awaited: whether a loop is within an epoch whose batches have rows.
     """
 
     def __init__(
         self,
         prefix: FrozenPrefix,
+        call: LoopCall,
+        watch: ModelWatch,
         *,
+        learn: Callable[[LoopCall], None],
         renew: Callable[[RowBatch], None],
         read: Callable[[RowBatch], Mapping[str, Tensor]],
     ) -> None:
         self._prefix, self._task, self._renew, self._read = prefix, prefix.task, renew, read
-        self._row, self._depth = row_of(self._task.model), 0
-        self._call = ForwardCall(self._task.model.model, self._task.model.targets)
+        self.watch, self._learn, self.is_confirmed = watch, learn, False
+        self._row, self.depth = row_of(self._task.model), 0
+        self._call = ForwardCall(self._task.model.model, call)
         self.is_awaited = False
         # Rows that this forward may use: known from its start to its end.
         self._rows: Tensor | None = None
@@ -74,10 +85,13 @@ class ShortForward:
     def set_depth(self, depth: int) -> None:
         """Serve this many blocks from now on."""
         self.give_back()
-        self._depth = depth
+        self.depth = depth
         blocks = self._row.blocks[:depth]
         if any(isinstance(vars(block).get("forward"), _Forward) for block in blocks):
-            raise ValueError("the model is attached already; close what `attach` returned for it")
+            raise ValueError(
+                "the model is attached already; close what serves it: what `attach` returned for "
+                "it, or another training"
+            )
         for index, block in enumerate(blocks):
             own = vars(block).get("forward")
             # Compiled code would know the rows of one batch alone.
@@ -101,7 +115,7 @@ class ShortForward:
             else:
                 block.forward = replacement.own
         self._replaced.clear()
-        self._rows, self._depth = None, 0
+        self._rows, self.depth = None, 0
 
     def close(self) -> None:
         """Let the model run as it did."""
@@ -117,7 +131,10 @@ class ShortForward:
             self._tell_once(model)
             return None
         mark = self._call.mark_of(args, kwargs)
-        if mark is not None and self._depth and self._is_as_it_was():
+        if not self.is_confirmed:
+            self._confirm(mark, args, kwargs)
+        self.refuse_replaced()
+        if mark is not None and self.depth and self._is_as_it_was():
             self._refuse_thawed()
             self._rows = self._rows_of(mark)
         if self._rows is None:
@@ -127,9 +144,16 @@ class ShortForward:
         )
         return plainly
 
+    def _confirm(self, mark: Mark | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have the loop's first forward say what the model is given."""
+        call = None if mark is not None else self._call.learned(args, kwargs)
+        self.is_confirmed = mark is not None or call is not None
+        if call is not None:
+            self._learn(call)
+
     def _tell_once(self, model: nn.Module) -> None:
         # An evaluation is given other batches, as it should.
-        if self._depth and self.is_awaited and model.training and not self._has_told:
+        if self.depth and self.is_awaited and model.training and not self._has_told:
             self._has_told = True
             _LOGGER.warning(
                 "within an epoch the model is given other inputs than the loader's batches have, "
@@ -140,7 +164,7 @@ class ShortForward:
         """Return the rows of a mark's batches, (R, ...); None where one has none."""
         batches: list[RowBatch] = [*mark.batches.values()]
         for batch in batches:
-            if batch.depth != self._depth:
+            if batch.depth != self.depth:
                 self._renew(batch)
         found = [batch.rows for batch in batches if batch.rows is not None]
         if len(found) < len(batches):
@@ -178,14 +202,24 @@ class ShortForward:
     def _is_as_it_was(self) -> bool:
         """Tell whether the frozen blocks compute what they did when rows were made."""
         in_use = adapters_in_use(self._task.model.model)
-        return in_use == self._adapters and not self._prefix.is_edited()
+        edited = self._prefix.is_edited() or self.watch.changed()
+        return in_use == self._adapters and not edited
+
+    def refuse_replaced(self) -> None:
+        """Raise a ValueError where a module that is frozen, or around the blocks, is another."""
+        if self.depth and self.watch.replaced():
+            raise ValueError(
+                "a module of the frozen blocks, or below them, was replaced, and rows were made "
+                "by the one before: close this loop and attach the model anew, or begin another "
+                "training"
+            )
 
     def _refuse_thawed(self) -> None:
         thawed = next((name for name, t in self._frozen.items() if t.requires_grad), None)
         if thawed is not None:
             raise ValueError(
                 f"{thawed!r} of a frozen block needs a gradient again, which rows do not have: "
-                "thaw with `freeze_bottom`"
+                "thaw by what you gave as freeze=, or with `freeze_bottom`"
             )
 
     def _forward(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +227,7 @@ class ShortForward:
         if rows is None:
             return run(*args, **kwargs)
         hidden = call.hidden_in((args, kwargs))
-        if index < self._depth - 1:
+        if index < self.depth - 1:
             return call.answered(hidden)
         self._refuse_other_autocast(hidden.device.type)
         rows = rows.transpose(0, 1) if self._row.samples_at else rows
@@ -208,9 +242,31 @@ class ShortForward:
         if now != due:
             raise ValueError(
                 f"the forward computes in {now or 'no autocast'}, but rows were computed in "
-                f"{due or 'no autocast'}: give `attach` the loop's dtype as precision='bf16' or "
-                "'fp16', or none"
+                f"{due or 'no autocast'}: give precision='bf16' or 'fp16' as the loop computes, "
+                "or none"
             )
+
+
+@contextmanager
+def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[None]:
+    """Have the first forward within the block that is given entries say how it is called."""
+    signature = ForwardCall(model)
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not holds_entries(args, kwargs):
+            return None
+        call = signature.learned(args, kwargs)
+        if call is not None:
+            handle.remove()
+            begin(call)
+        return tree_map_only(BatchEntry, plain, (args, kwargs))
+
+    hook = _Hook(torch.compiler.disable(look))
+    handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @final

@@ -22,7 +22,8 @@ class FreezeCallback(ServingObserver, FreezeAdvisor):
             trainer's.
     Raises:
         ValueError: at the start: the training is one whose blocks cannot freeze, or whose model or
-            samples cannot be cached.
+            samples cannot be cached. Whenever blocks thaw that were frozen before: the optimizer
+            does not have their weights.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -32,10 +33,14 @@ class FreezeCallback(ServingObserver, FreezeAdvisor):
             kwargs["train_dataloader"],
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else None,
         )
-        super().on_train_begin(args, state, control, **kwargs)
-        if not self.advice.looks:
-            rate, _ = learning_rates(kwargs["optimizer"].param_groups)
-            self.look(state.global_step, learning_rate=rate)
+        try:
+            super().on_train_begin(args, state, control, **kwargs)
+            if not self.advice.looks:
+                rate, _ = learning_rates(kwargs["optimizer"].param_groups)
+                self.look(state.global_step, learning_rate=rate)
+        except Exception:
+            self.end_rows()  # No trainer ends what it could not begin.
+            raise
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.take_over(kwargs["train_dataloader"])

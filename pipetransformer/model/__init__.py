@@ -8,6 +8,7 @@ compiled_blocks: through torch.compile, in steps
 """
 
 from pipetransformer.model.general import (
+    TARGETS,
     WAYS_OUT,
     EntryNames,
     forward_parameters,
@@ -55,7 +56,8 @@ from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
     "DTYPES", "EntryNames", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
-    "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer", "Task", "WAYS_OUT", "adamw", "adapt",
+    "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer", "TARGETS", "Task",
+    "WAYS_OUT", "adamw", "adapt",
     "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "names_of",

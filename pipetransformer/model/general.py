@@ -68,7 +68,7 @@ def forward_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def present(
+def present(  # noqa: PLR0913 - what a loop knows of its model
     model: nn.Module,
     batch: Entries,
     loss_fn: LossFunction | None = None,
@@ -76,6 +76,7 @@ def present(
     unties: bool = False,
     keeps_to_labels: bool = False,
     beside: tuple[str, ...] | None = None,
+    constants: Mapping[str, Any] | None = None,
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -85,12 +86,14 @@ def present(
         unties: whether the head gets copies of the tensors that it shares with the embedding.
         keeps_to_labels: whether the loss reads no position that its label leaves out.
         beside: entries that a batch has beside the inputs; None are those of the model's loss.
+        constants: what the forward is given beside all entries.
     Raises:
         ValueError: its forward fails, or has no row of blocks.
     """
     names = names_of(model)
     inputs = tuple(name for name in names.inputs if name in batch)
-    keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+    takes_cache = "use_cache" in forward_parameters(model)
+    keywords = {**({"use_cache": False} if takes_cache else {}), **(constants or {})}
     device = next((parameter.device for parameter in model.parameters()), None)
     batch = {name: entry.to(device) for name, entry in batch.items()}
     given = {name: batch[name] for name in inputs}
@@ -100,12 +103,14 @@ def present(
 
     num_samples = len(given[inputs[0]])
     rows = _found(model, run, num_samples)
-    if keywords:
-        _refuse_cache(model, given)
+    if takes_cache:
+        _refuse_cache(model, {**given, **(constants or {})})
     if unties and rows[0].below & rows[0].above:
         _untie(model, rows[0])
         rows = _found(model, run, num_samples)
     _refuse_random_depth(model)
+    if beside is not None:
+        _refuse_routers(model)
     targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
     # First, as it says by name what blocks hand to the loss, which no part below could.
     loss = None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords)
@@ -153,6 +158,17 @@ def _found(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[R
         raise ValueError(f"the forward of this {name} fails for two samples: {error}") from error
 
 
+def _refuse_routers(model: nn.Module) -> None:
+    """Raise a ValueError for a loss of what blocks' routers say, where blocks may not run."""
+    if getattr(getattr(unwrapped(model), "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"this {type(model).__name__} adds its routers' loss (config.output_router_logits is "
+            "True), which reads what the router of every block says, but blocks that have rows do "
+            "not run. Set model.config.output_router_logits = False, which trains without that "
+            "loss, or freeze without rows by freeze.apply, which keeps it"
+        )
+
+
 def _in_parts(
     model: nn.Module, rows: Sequence[Row], given: Entries, keywords: Mapping[str, Any]
 ) -> tuple[CutForward, str | None, torch.Size]:
@@ -185,7 +201,7 @@ def _in_parts(
 _ROUNDING = 1e-3
 
 
-def _refuse_cache(model: nn.Module, given: Entries) -> None:
+def _refuse_cache(model: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise a ValueError where keys and values that are kept for more tokens change the answer."""
     with torch.no_grad(), whole_in_mode(model, training=False):
         answers = [output_of(model(**given, **more)) for more in ({}, {"use_cache": False})]

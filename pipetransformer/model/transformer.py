@@ -124,8 +124,8 @@ def refuse_replaced(*modules: nn.Module) -> None:
         ):
             raise TypeError(
                 f"{name} of a {type(module).__name__} was replaced, but its parts are called one "
-                "by one, so that this would have no effect: build a LayeredModel for this model "
-                "yourself"
+                "by one, so that this would have no effect: put the class's own back, or describe "
+                "the model by a LayeredModel"
             )
 
 
@@ -159,7 +159,7 @@ def refuse_lost_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> 
             raise ValueError(
                 f"gradient checkpointing of this {type(model).__name__} is reentrant, and would "
                 "give a block above frozen ones no gradient; switch it on with "
-                "use_reentrant=False, or off, and set activation_checkpointing=True"
+                "use_reentrant=False, or off"
             )
 
 

@@ -253,7 +253,9 @@ _KNOWN = (Tensor, torch.nn.Parameter, OnGpu)
 class _Functions(TorchFunctionMode):
     """Answer what torch asks the real device for."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(  # noqa: C901 - what torch asks is a list
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         if isinstance(first, Tensor) and type(first) not in _KNOWN:
@@ -279,17 +281,25 @@ class _Functions(TorchFunctionMode):
         if name == "tolist" and isinstance(first, OnGpu):
             OnGpu.gpu.note_wait(name)
             return first.host.tolist()
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
-            if torch.device(kwargs["device"]).type == "cuda" and not isinstance(first, OnGpu):
-                made = func(*args, **{**kwargs, "device": "cpu"})
-                if made.numel():
-                    OnGpu.gpu.note_wait("upload")
-                return OnGpu(made)
+        if func in (torch.tensor, torch.as_tensor) and _is_for_gpu(first, kwargs):
+            return _made_there(func(*args, **{**kwargs, "device": "cpu"}))
         pins = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
         if pins and isinstance(result, Tensor):
             setattr(result.untyped_storage(), _PINNED, True)
         return result
+
+
+def _is_for_gpu(values: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    is_there = isinstance(values, OnGpu)
+    return device is not None and torch.device(device).type == "cuda" and not is_there
+
+
+def _made_there(host: Tensor) -> OnGpu:
+    if host.numel():
+        OnGpu.gpu.note_wait("upload")
+    return OnGpu(host)
 
 
 def _is_dtype(value: Any) -> bool:

@@ -122,7 +122,7 @@ def test_a_sample_that_hits_is_not_read_but_its_label_is(
     assert cached.stats.hits == NUM_SAMPLES - 1  # The corrected one is made anew.
     assert torch.equal(torch.cat([y for _, y in batches]), dataset.tensors[1])
     # Nothing above the frozen blocks reads images: whoever else does must notice.
-    with pytest.raises(ValueError, match="'isnan' was asked of 'x', which was not read"):
+    with pytest.raises(ValueError, match="'isnan' was asked of '0', which was not read"):
         batches[0][0].isnan()
 
 

@@ -1,0 +1,76 @@
+"""Notice that samples in memory were edited in place, between two epochs.
+
+what holds samples                         what tells
+tensors, of a TensorDataset or items       their versions
+tensors in the data set's attributes       their versions
+numpy arrays there                         a fingerprint of their values
+
+Samples that are read from files are not looked at here, nor are labels, which are compared where
+they are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from autocache import fingerprint
+
+_TARGETS = ("targets", "labels", "samples")
+_MOST_ITEMS = 100_000
+
+
+@final
+class DataWatch:
+    """Watch a data set.
+
+    Args:
+        inputs: names of the entries that the model is given; positions, of tuples.
+    """
+
+    def __init__(self, dataset: Any, inputs: Collection[str]) -> None:
+        self._dataset, self._inputs = dataset, inputs
+        self._stamp = self._stamp_now()
+
+    def changed(self) -> bool:
+        """Return whether samples were edited since the last call, or since the start."""
+        before, self._stamp = self._stamp, self._stamp_now()
+        return before != self._stamp
+
+    def _stamp_now(self) -> list[Any]:
+        return [_stamp(value) for value in self._held()]
+
+    def _held(self) -> Iterator[Tensor | np.ndarray]:
+        """Yield what holds samples."""
+        dataset = self._dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        if isinstance(dataset, TensorDataset):
+            yield from (t for i, t in enumerate(dataset.tensors) if str(i) in self._inputs)
+        elif type(dataset) in (list, tuple):
+            for item in dataset[:_MOST_ITEMS]:
+                named = item.items() if isinstance(item, Mapping) else _placed(item)
+                yield from (v for n, v in named if n in self._inputs and isinstance(v, Tensor))
+        else:
+            for name, value in getattr(dataset, "__dict__", {}).items():
+                if name not in _TARGETS and isinstance(value, (Tensor, np.ndarray)):
+                    yield value
+
+
+def _placed(item: Any) -> list[tuple[str, Any]]:
+    several = item if isinstance(item, (tuple, list)) else [item]
+    return [(str(place), value) for place, value in enumerate(several)]
+
+
+def _stamp(value: Tensor | np.ndarray) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    # A file that is mapped is read from the disk; objects have no values of their own.
+    if isinstance(value, np.memmap) or not np.issubdtype(value.dtype, np.number):
+        return id(value)
+    return id(value), fingerprint([torch.from_numpy(np.ascontiguousarray(value).view(np.uint8))])

@@ -1,0 +1,138 @@
+"""Run a model's own forward up to one of its blocks, from its start or from a row.
+
+    block        0 .. first - 2    first - 1            first .. last - 2    last - 1
+    from rows    hands on          returns the rows     runs                 runs, and is the end
+    from 0                                              runs                 runs, and is the end
+
+What is returned is what the last block's `forward` returns, before its hooks: these act where the
+row is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from pipetransformer.loop.replaced_forward import in_own_forward
+from pipetransformer.model import Row, Task, forward_parameters, row_of, whole_in_mode
+
+
+class _Reached(BaseException):
+    """Leave a model's forward; no model's own `except Exception` catches it."""
+
+
+@final
+class PartialForward:
+    """Run the forward of a task's model; see the module.
+
+    Attributes:
+        row: of blocks.
+        keywords: what the forward is given beside its inputs.
+
+    Args:
+        example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
+        constants: what the loop gives beside them.
+    """
+
+    def __init__(
+        self, task: Task, example: Mapping[str, Tensor], constants: Mapping[str, Any]
+    ) -> None:
+        self._task, self._model = task, task.model.model
+        self.row: Row = row_of(task.model)
+        self._example = {name: example[name] for name in task.model.inputs}
+        takes = forward_parameters(self._model)
+        self.keywords = {**({"use_cache": False} if "use_cache" in takes else {}), **constants}
+
+    def __call__(
+        self,
+        entries: Mapping[str, Tensor],
+        *,
+        last: int,
+        first: int = 0,
+        hidden: Tensor | None = None,
+        training: bool = False,
+    ) -> tuple[Tensor, list[Any]]:
+        """Run it.
+
+        Args:
+            entries: inputs, (B, ...) each, and maybe targets.
+            hidden: (B, ...), what block first - 1 returns.
+            training: the mode of all modules that are not frozen.
+        Returns:
+            (B, ...), what block last - 1 returns, and all answers of the blocks that ran.
+        """
+        answers: list[Any] = []
+        num = len(next(iter(entries.values())) if hidden is None else hidden)
+        device = next(self._model.parameters()).device
+        given = {name: self._given(name, entries, num, device) for name in self._example}
+        given |= {n: entry.to(device) for n, entry in entries.items() if n not in given}
+        with (
+            whole_in_mode(self._model, training=training),
+            in_own_forward(self._model),
+            self._task.computing(device),
+            self._replaced(first, last, hidden, answers),
+        ):
+            try:
+                self._model(**given, **self.keywords)
+            except _Reached:
+                reached = self.row.calls[last - 1].hidden_out(answers[-1])
+                return self._samples_first(reached), answers
+        raise RuntimeError(f"the model's forward has left out its block {last - 1}")
+
+    def _given(
+        self, name: str, entries: Mapping[str, Tensor], num: int, device: torch.device
+    ) -> Tensor:
+        if name in entries:
+            return entries[name].to(device)
+        like = self._example[name]
+        nan = torch.full((), torch.nan, dtype=like.dtype, device=device)
+        return nan.expand(num, *like.shape[1:])
+
+    def _samples_first(self, hidden: Tensor) -> Tensor:
+        return hidden.transpose(0, 1) if self.row.samples_at else hidden
+
+    @contextmanager
+    def _replaced(
+        self, first: int, last: int, hidden: Tensor | None, answers: list[Any]
+    ) -> Iterator[None]:
+        """Have the blocks' `forward` do their part meanwhile."""
+        own: dict[int, tuple[bool, Any]] = {}
+        for index, block in enumerate(self.row.blocks[:last]):
+            own[index] = "forward" in vars(block), block.forward
+            if index < first:
+                rows = self._samples_first(hidden) if hidden is not None else None
+                step = self._handing_on(index, rows if index == first - 1 else None)
+            else:
+                step = self._running(block.forward, answers, is_last=index == last - 1)
+            block.forward = torch.compiler.disable(step)
+        try:
+            yield
+        finally:
+            for index, (was_its_own, forward) in own.items():
+                if was_its_own:
+                    self.row.blocks[index].forward = forward
+                else:
+                    del self.row.blocks[index].forward
+
+    def _handing_on(self, index: int, rows: Tensor | None) -> Callable[..., Any]:
+        call = self.row.calls[index]
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            return call.answered(call.hidden_in((args, kwargs)) if rows is None else rows)
+
+        return hand_on
+
+    def _running(
+        self, run: Callable[..., Any], answers: list[Any], *, is_last: bool
+    ) -> Callable[..., Any]:
+        def run_it(*args: Any, **kwargs: Any) -> Any:
+            answers.append(run(*args, **kwargs))
+            if is_last:
+                raise _Reached
+            return answers[-1]
+
+        return run_it

@@ -1,0 +1,222 @@
+"""Find out whether rows can take the place of a model's frozen blocks, before any is stored.
+
+What the last frozen block returns for a sample must be a function of that sample, and all that the
+blocks do for the rest of the model and for the loop. So a few samples are run:
+
+    twice · in training and not · alone and beside others · with their labels · from rows
+
+Each finding is a sentence. Nothing is changed by a look; no copy of the model is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autocache import own_lengths
+from pipetransformer.checks import Remembered, remembered
+from pipetransformer.feed import Batch, Samples
+from pipetransformer.loop.model_watch import ModelWatch, left_alone
+from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mode
+
+_NUM_SAMPLES = 4
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""Relative to the largest number; the order of a sum alone changes far less."""
+_COARSEST = 5e-2
+"""The same where blocks compute in low precision."""
+
+
+class _Finding(Exception):
+    """Say why rows would be wrong."""
+
+
+@final
+@dataclass(frozen=True)
+class RowProbe:
+    """Look at a task's model, whose bottom blocks are frozen.
+
+    Args:
+        samples: of the data set.
+        short: runs the model's own forward on samples' entries, from their rows.
+    """
+
+    task: Task
+    samples: Samples
+    partial: PartialForward
+    watch: ModelWatch
+    device: torch.device
+    short: Callable[[Batch, Tensor, Mapping[str, Tensor]], Any]
+
+    def why_not(self, depth: int) -> str:
+        """Return why rows of so many blocks would be wrong; "" where nothing was found."""
+        with left_alone(self.task.model.model, self.device):
+            try:
+                self._look(depth)
+            except _Finding as finding:
+                return str(finding)
+        return ""
+
+    def _look(self, depth: int) -> None:
+        ids = self.samples.spread(_NUM_SAMPLES)
+        if len(ids) == 1:
+            ids = ids * 2
+        together = self.samples.probe(ids)
+        entries, targets = self._split(together)
+        with torch.no_grad():
+            hidden, answers = self._run(entries, depth)
+        self._look_at_training(entries, hidden, depth)
+        self._look_at_labels(entries, targets, hidden, depth)
+        self._look_at_mates(ids, entries, hidden, answers, depth)
+        self._look_from_rows(entries, hidden, targets)
+
+    def _split(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return a batch's inputs, and those of its other entries that a forward may be given."""
+        inputs = self.task.model.inputs
+        takes = [name for name in TARGETS if name in forward_parameters(self.task.model.model)]
+        return (
+            {name: entry for name, entry in batch.items() if name in inputs},
+            {name: batch[name].to(self.device) for name in takes if name in batch},
+        )
+
+    def _run(self, entries: Batch, depth: int, **mode: Any) -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(0)
+        return self.partial(entries, last=depth, **mode)
+
+    def _look_at_training(self, entries: Batch, hidden: Tensor, depth: int) -> None:
+        blocks = self.partial.row.blocks[:depth]
+        with torch.enable_grad():
+            trained, _ = self._run(entries, depth, training=True)
+        self.watch.ignore_changes()
+        if learned := _learned(trained, len(hidden)):
+            raise _Finding(f"{learned} takes part in what they return, and goes on learning")
+        had = [remembered(block) for block in blocks]
+        with torch.no_grad():
+            again, _ = self._run({n: t.flip(0) for n, t in entries.items()}, depth, training=True)
+        if differ(trained.detach(), hidden) or differ(again.flip(0), hidden):
+            raise _Finding(
+                "in training the model does something below them, or between them, that it does "
+                "not do in evaluation (noise, statistics of a batch, a factor)"
+            )
+        for index, (before, block) in enumerate(zip(had, blocks, strict=True)):
+            if name := _what_changed(before, remembered(block), block):
+                raise _Finding(
+                    f"block {index} keeps {name} of each batch, which the loop or the model may "
+                    "read, and would not find where rows are read"
+                )
+
+    def _look_at_labels(self, entries: Batch, targets: Batch, hidden: Tensor, depth: int) -> None:
+        for name, target in targets.items():
+            with torch.no_grad():
+                found, _ = self._run({**entries, name: target}, depth, training=True)
+            if differ(found, hidden):
+                raise _Finding(f"what they return depends on {name!r}")
+
+    def _look_at_mates(
+        self, ids: Sequence[int], entries: Batch, hidden: Tensor, answers: list[Any], depth: int
+    ) -> None:
+        mask = entries.get(self.task.model.padding_mask or "")
+        plain = [_plain_leaves(answer) for answer in answers]
+        for place, index in enumerate(ids):
+            alone, _ = self._split(self.samples.probe([index]))
+            with torch.no_grad():
+                own, others = self._run(alone, depth)
+            mate = hidden[place : place + 1]
+            if mask is not None and own.shape != mate.shape:
+                num = int(own_lengths(mask[place : place + 1]))
+                own, mate = own[:, :num], mate[:, :num]
+            if own.shape == mate.shape and differ(own, mate):
+                raise _Finding(
+                    "what they return for a sample depends on the other samples of its batch, or "
+                    "on its padding"
+                )
+            if [_plain_leaves(answer) for answer in others] != plain:
+                raise _Finding(
+                    "beside its hidden state a block returns a number that depends on the sample"
+                )
+
+    def _look_from_rows(self, entries: Batch, hidden: Tensor, targets: Batch) -> None:
+        """Compare all that the model returns, and keeps, with rows and without."""
+        model = self.task.model.model
+        given = {name: entry.to(self.device) for name, entry in entries.items()}
+        found: list[list[Tensor]] = []
+        for run in (
+            lambda: model(**given, **self.partial.keywords, **targets),
+            lambda: self.short(entries, hidden, targets),
+        ):
+            with (
+                left_alone(model, self.device),
+                torch.no_grad(),
+                whole_in_mode(model, training=True),
+                self.task.computing(self.device),
+            ):
+                torch.manual_seed(0)
+                try:
+                    leaves = _tensors_in(run())
+                    self.watch.ignore_changes()
+                except Exception as error:  # Any: it is the model's own.
+                    if not found:
+                        return  # It cannot be run on these entries alone.
+                    raise _Finding(
+                        f"without what they return beside the hidden state the model fails: "
+                        f"{error!r}"
+                    ) from error
+                found.append([*leaves, *(t.clone() for _, t in model.named_buffers())])
+        own, short = found
+        if len(own) != len(short) or any(map(differ, short, own)):
+            raise _Finding(
+                "from rows the model returns, or keeps in its buffers, something else than when "
+                "they run"
+            )
+
+
+def _plain_leaves(answer: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(answer) if not isinstance(leaf, Tensor)]
+
+
+def _tensors_in(answer: Any) -> list[Tensor]:
+    leaves = tree_leaves(answer if not hasattr(answer, "__dict__") else dict(vars(answer)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors differ by more than the order of sums."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    if one.numel() == 0:
+        return False
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return True
+    allowed = _TOLERANCES.get(one.dtype, _COARSEST) * float(other.nan_to_num(0, 0, 0).abs().max())
+    return float((one - other).nan_to_num(0, 0, 0).abs().max()) > allowed
+
+
+def _learned(hidden: Tensor, num_samples: int) -> str:
+    """Name a tensor that a hidden state would hand a gradient to."""
+    waiting, seen = [hidden.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(parent for parent, _ in node.next_functions)
+        leaf = getattr(node, "variable", None)
+        # Trainers have an embedding's output need a gradient, as reentrant checkpointing asks.
+        if leaf is not None and (isinstance(leaf, nn.Parameter) or len(leaf) != num_samples):
+            return f"a tensor of shape {tuple(leaf.shape)}"
+    return ""
+
+
+def _what_changed(before: Remembered, now: Remembered, block: nn.Module) -> str:
+    """Name what a block has noted of a batch in an attribute."""
+    for (module, name), numbers in now.numbers.items():
+        if before.numbers.get((module, name)) != numbers:
+            return f"the number {name!r} of its {type(module).__name__}"
+    return "" if now.has_tensors_of(before) else "a tensor in an attribute"
