@@ -40,6 +40,8 @@ class Rows(Dataset[dict[str, Tensor]]):
         self.columns = dict(columns)
         self._num_rows = len(next(iter(self.columns.values())))
         self._num = num or self._num_rows
+        if "y" in columns:  # As torchvision's data sets hold them: so rows need no image for one.
+            self.targets = columns["y"][torch.arange(self._num) % self._num_rows]
 
     def __len__(self) -> int:
         return self._num

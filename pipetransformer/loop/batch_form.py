@@ -136,11 +136,13 @@ class LoaderCollation(Collation):
         form: of the loader's batches.
         collate_fn: of the loader.
         parameters: by an entry's name, the model's parameter that is given it.
+        reserved: names of parameters that no other entry may have.
     """
 
     form: BatchForm | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     parameters: Mapping[str, str] | None = None
+    reserved: frozenset[str] = frozenset()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -178,9 +180,9 @@ class LoaderCollation(Collation):
     def known_as(self, name: str) -> str:
         """Return what an entry of the loader's batches is called here."""
         assert self.parameters is not None
-        return self.parameters.get(name, beside(name, self.parameters))
+        return self.parameters.get(name, beside(name, self.reserved))
 
 
-def beside(name: str, parameters: Mapping[str, str]) -> str:
+def beside(name: str, reserved: frozenset[str]) -> str:
     """Return what an entry is called that the model is not given."""
-    return f"{name} beside" if name in parameters.values() else name
+    return f"{name} beside" if name in reserved else name

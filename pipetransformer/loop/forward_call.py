@@ -41,20 +41,48 @@ class LoopCall:
     Args:
         parameters: by an entry's name, the parameter that is given it.
         constants: other arguments that are not the default's, the same in all forwards.
+        positional: parameters that are given by position, in their order.
+        targets: those of the loss that the forward is given, too.
     """
 
     parameters: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
+    positional: tuple[str, ...] = ()
+    targets: frozenset[str] = frozenset()
+
+    def has_rows_of(self, other: LoopCall) -> bool:
+        """Return whether the same rows serve both."""
+        return self.parameters == other.parameters and self.constants == other.constants
+
+    def arguments(self, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments as the loop gives them."""
+        given = {**named, **self.constants}
+        args = tuple(given.pop(name) for name in self.positional)
+        return args, given
 
 
 def guessed_call(model: nn.Module, names: Sequence[str]) -> LoopCall | None:
     """Guess what a loop gives its model of a batch's entries; None where names say nothing."""
-    takes = names_of(model).inputs
-    if known := {name: name for name in takes if name in names}:
-        return LoopCall(known)
-    if names[0] == "0" and len(names) <= 2:  # An input, and maybe a label.
-        return LoopCall({"0": takes[0]})
-    return None
+    own = names_of(model)
+    call = None
+    if known := {name: name for name in own.inputs if name in names}:
+        call = LoopCall(known, targets=frozenset(own.targets) & frozenset(names))
+    elif names[0] == "0" and len(names) <= 2:  # An input, and maybe a label.
+        call = LoopCall({"0": own.inputs[0]}, positional=own.inputs[:1])
+    needed = _needed(model) - {*own.targets}
+    return call if call is not None and needed <= {*call.parameters.values()} else None
+
+
+def _needed(model: nn.Module) -> set[str]:
+    """Return the parameters that have no default."""
+    return {one.name for one in _signature(model) if one.default is inspect.Parameter.empty}
+
+
+def _signature(model: nn.Module) -> list[inspect.Parameter]:
+    kinds = inspect.Parameter
+    named = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+    return [one for one in parameters if one.kind in named]
 
 
 @final
@@ -98,8 +126,12 @@ class RowBatch:
             return BatchEntry.unread(mark, value.shape[1:], value.dtype, value.device)
         return BatchEntry.read(mark, value)
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self.inputs[name].dtype
+    def has_as(self, parameter: str, entry: BatchEntry) -> bool:
+        """Return whether an entry has the values that rows are made of, or these in less bits."""
+        own = self.inputs.get(parameter)
+        if own is None or own.dtype == entry.dtype:
+            return True
+        return own.is_floating_point() and entry.is_floating_point()
 
 
 @final
@@ -111,26 +143,25 @@ class ForwardCall:
     """
 
     def __init__(self, model: nn.Module, call: LoopCall | None = None) -> None:
-        self._call = call or LoopCall({})
-        own = unwrapped(model)
-        self._config = getattr(own, "config", None)
-        kinds = inspect.Parameter
-        parameters = inspect.signature(own.forward).parameters.values()
-        named = [
-            one
-            for one in parameters
-            if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-        ]
+        self.call = call or LoopCall({})
+        self._config = getattr(unwrapped(model), "config", None)
+        named = _signature(model)
         self.parameters = tuple(one.name for one in named)
         self._defaults = {one.name: one.default for one in named}
         self._ignored = frozenset((*TARGETS, *_HARMLESS))
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
         """Return what a forward was given of a batch; None where that is no call of a loop."""
-        parameters, constants = dict[str, str](), dict[str, Any]()
-        for name, value in self._given(args, kwargs):
+        parameters, constants, targets = dict[str, str](), dict[str, Any](), set[str]()
+        positional: list[str] = []
+        for place, (name, value) in enumerate(self._given(args, kwargs)):
+            if name in TARGETS and isinstance(value, BatchEntry):
+                targets.add(name)
             if name in self._ignored or name == "":
                 continue
+            # What is a default's value may as well be left out, and what follows it be named.
+            if place == len(positional) < len(args) and not self._is_default(name, value):
+                positional.append(name)
             if isinstance(value, BatchEntry):
                 if (mark := value.mark()) is None or mark.name in parameters:
                     return None
@@ -139,37 +170,36 @@ class ForwardCall:
                 if not isinstance(value, (bool, int, float, str, type(None))):
                     return None
                 constants[name] = value
-        return LoopCall(parameters, constants) if parameters else None
+        if not parameters:
+            return None
+        return LoopCall(parameters, constants, tuple(positional), frozenset(targets))
 
     def mark_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mark | None:
         """Return which rows a forward is of; None where it must run from its start."""
         marks: dict[str, Mark] = {}
-        constants = set(self._call.constants)
+        constants = set(self.call.constants)
         for name, value in self._given(args, kwargs):
             if name in self._ignored:
                 continue
             if not isinstance(value, BatchEntry):
-                if name in constants and value == self._call.constants[name]:
+                if name in constants and value == self.call.constants[name]:
                     constants.discard(name)
                 elif name in constants or not self._is_default(name, value):
                     return None
                 continue
             mark = value.mark()
-            if mark is None or self._call.parameters.get(mark.name) != name:
+            if mark is None or self.call.parameters.get(mark.name) != name:
                 return None
-            if not all(_is_alike(value, batch.dtype_of(name)) for batch in mark.batches.values()):
+            if not all(batch.has_as(name, value) for batch in mark.batches.values()):
                 return None
             marks[name] = mark
         first = next(iter(marks.values()), None)
-        if (
-            first is None
-            or constants
-            or not all(first.holds_same_rows(one) for one in marks.values())
-        ):
+        if first is None or not first.batches or constants or self._wants_more():
             return None
-        # Rows were computed of all inputs that a batch has.
-        complete = all(marks.keys() == batch.inputs.keys() for batch in first.batches.values())
-        return first if complete else None
+        if not all(first.holds_same_rows(one) for one in marks.values()):
+            return None
+        # Rows are computed of all of them.
+        return first if marks.keys() == {*self.call.parameters.values()} else None
 
     def _given(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -186,11 +216,6 @@ class ForwardCall:
 
     def _wants_more(self) -> bool:
         return any(getattr(self._config, name, None) is True for name in _OUTPUTS)
-
-
-def _is_alike(entry: BatchEntry, dtype: torch.dtype) -> bool:
-    """Return whether an entry has the values that rows were computed of, or these in less bits."""
-    return entry.dtype == dtype or (entry.is_floating_point() and dtype.is_floating_point)
 
 
 def holds_entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

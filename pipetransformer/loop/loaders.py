@@ -27,13 +27,16 @@ _MOST_ROUNDS = 100
 
 
 def base_of(loader: Any) -> DataLoader[Any]:
-    """Return the torch DataLoader that reads for a loader: itself, or what accelerate wraps.
+    """Return the torch DataLoader that reads for a loader: itself, or what accelerate or
+    Lightning's Fabric wrap.
 
     Raises:
         TypeError: it is no DataLoader, or another process reads for it.
         ValueError: it makes no batches.
     """
     base: Any = getattr(loader, "base_dataloader", loader)
+    if type(base).__name__ == "_FabricDataLoader":
+        base = base._dataloader
     if not isinstance(base, DataLoader):
         raise TypeError(
             f"a {type(loader).__name__} is no torch DataLoader; give the loader that the loop "

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autopipe.profile import left_as_found
 from pipetransformer.feed import own_random_numbers
@@ -109,6 +110,8 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(own_random_numbers(device))
         stack.enter_context(left_as_found([model], device))
         stack.enter_context(_without_others_hooks(model))
+        # A loop may be within a checkpoint, which counts what its forward saves.
+        stack.enter_context(saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.model import Row, Task, forward_parameters, row_of, whole_in_mode
 
@@ -31,21 +32,25 @@ class PartialForward:
 
     Attributes:
         row: of blocks.
-        keywords: what the forward is given beside its inputs.
+        call: how the loop gives entries.
 
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
-        constants: what the loop gives beside them.
+        call: see above.
     """
 
-    def __init__(
-        self, task: Task, example: Mapping[str, Tensor], constants: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, task: Task, example: Mapping[str, Tensor], call: LoopCall) -> None:
         self._task, self._model = task, task.model.model
         self.row: Row = row_of(task.model)
         self._example = {name: example[name] for name in task.model.inputs}
         takes = forward_parameters(self._model)
-        self.keywords = {**({"use_cache": False} if "use_cache" in takes else {}), **constants}
+        self.call = call
+        self._keywords = {"use_cache": False} if "use_cache" in takes else {}
+
+    def whole(self, entries: Mapping[str, Tensor]) -> Any:
+        """Run the whole forward on entries, as the loop does; return its answer."""
+        args, kwargs = self.call.arguments(entries)
+        return self._model(*args, **{**self._keywords, **kwargs})
 
     def __call__(
         self,
@@ -73,11 +78,12 @@ class PartialForward:
         with (
             whole_in_mode(self._model, training=training),
             in_own_forward(self._model),
+            torch.autocast(device.type, enabled=False),  # Not that around the loop.
             self._task.computing(device),
             self._replaced(first, last, hidden, answers),
         ):
             try:
-                self._model(**given, **self.keywords)
+                self.whole(given)
             except _Reached:
                 reached = self.row.calls[last - 1].hidden_out(answers[-1])
                 return self._samples_first(reached), answers

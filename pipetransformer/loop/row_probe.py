@@ -29,7 +29,7 @@ _NUM_SAMPLES = 4
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Relative to the largest number; the order of a sum alone changes far less."""
 _COARSEST = 5e-2
-"""The same where blocks compute in low precision."""
+"""The same where blocks compute in low precision, whatever the dtype of what they return."""
 
 
 class _Finding(Exception):
@@ -55,7 +55,8 @@ class RowProbe:
 
     def why_not(self, depth: int) -> str:
         """Return why rows of so many blocks would be wrong; "" where nothing was found."""
-        with left_alone(self.task.model.model, self.device):
+        off = torch.autocast(self.device.type, enabled=False)  # Not that around the loop.
+        with left_alone(self.task.model.model, self.device), off:
             try:
                 self._look(depth)
             except _Finding as finding:
@@ -74,6 +75,9 @@ class RowProbe:
         self._look_at_labels(entries, targets, hidden, depth)
         self._look_at_mates(ids, entries, hidden, answers, depth)
         self._look_from_rows(entries, hidden, targets)
+
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        return differ(one, other, self.task.computes_in)
 
     def _split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return a batch's inputs, and those of its other entries that a forward may be given."""
@@ -98,7 +102,7 @@ class RowProbe:
         had = [remembered(block) for block in blocks]
         with torch.no_grad():
             again, _ = self._run({n: t.flip(0) for n, t in entries.items()}, depth, training=True)
-        if differ(trained.detach(), hidden) or differ(again.flip(0), hidden):
+        if self._differ(trained.detach(), hidden) or self._differ(again.flip(0), hidden):
             raise _Finding(
                 "in training the model does something below them, or between them, that it does "
                 "not do in evaluation (noise, statistics of a batch, a factor)"
@@ -114,7 +118,7 @@ class RowProbe:
         for name, target in targets.items():
             with torch.no_grad():
                 found, _ = self._run({**entries, name: target}, depth, training=True)
-            if differ(found, hidden):
+            if self._differ(found, hidden):
                 raise _Finding(f"what they return depends on {name!r}")
 
     def _look_at_mates(
@@ -130,7 +134,7 @@ class RowProbe:
             if mask is not None and own.shape != mate.shape:
                 num = int(own_lengths(mask[place : place + 1]))
                 own, mate = own[:, :num], mate[:, :num]
-            if own.shape == mate.shape and differ(own, mate):
+            if own.shape == mate.shape and self._differ(own, mate):
                 raise _Finding(
                     "what they return for a sample depends on the other samples of its batch, or "
                     "on its padding"
@@ -146,7 +150,7 @@ class RowProbe:
         given = {name: entry.to(self.device) for name, entry in entries.items()}
         found: list[list[Tensor]] = []
         for run in (
-            lambda: model(**given, **self.partial.keywords, **targets),
+            lambda: self.partial.whole({**given, **targets}),
             lambda: self.short(entries, hidden, targets),
         ):
             with (
@@ -168,7 +172,7 @@ class RowProbe:
                     ) from error
                 found.append([*leaves, *(t.clone() for _, t in model.named_buffers())])
         own, short = found
-        if len(own) != len(short) or any(map(differ, short, own)):
+        if len(own) != len(short) or any(map(self._differ, short, own)):
             raise _Finding(
                 "from rows the model returns, or keeps in its buffers, something else than when "
                 "they run"
@@ -184,8 +188,12 @@ def _tensors_in(answer: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors differ by more than the order of sums."""
+def differ(one: Tensor, other: Tensor, computes_in: torch.dtype | None) -> bool:
+    """Return whether two tensors differ by more than the order of sums.
+
+    Args:
+        computes_in: the dtype of autocast; None computes in the tensors'.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
     if not one.is_floating_point():
@@ -194,7 +202,9 @@ def differ(one: Tensor, other: Tensor) -> bool:
         return False
     if not torch.equal(one.isfinite(), other.isfinite()):
         return True
-    allowed = _TOLERANCES.get(one.dtype, _COARSEST) * float(other.nan_to_num(0, 0, 0).abs().max())
+    allowed = _TOLERANCES.get(computes_in or one.dtype, _COARSEST) * float(
+        other.nan_to_num(0, 0, 0).abs().max()
+    )
     return float((one - other).nan_to_num(0, 0, 0).abs().max()) > allowed
 
 

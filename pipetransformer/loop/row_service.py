@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from itertools import chain, islice
 from typing import Any, final
@@ -148,7 +148,7 @@ class RowService:
                 "remove_unused_columns": False,
             }
         )
-        self._collation = collation = _collation(call, self._form, base.collate_fn)
+        self._collation = collation = _collation(model, call, self._form, base.collate_fn)
         if odd := [name for name in self._reads if name not in call.parameters]:
             raise ValueError(f"reads= names {odd}; the model is given {[*call.parameters]}")
         samples = Samples(dataset, collation, config.seed)
@@ -164,6 +164,7 @@ class RowService:
                 keeps_to_labels=self._keeps_to_labels,
                 beside=collation.targets,
                 constants=call.constants,
+                gives_labels=bool(call.targets),
             )
             if "cache_check" not in self._settings and not HeldTargets(samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
@@ -174,7 +175,7 @@ class RowService:
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
         self.world = connect(self.device.type, timeout_s=config.setup_timeout_s)
-        self._partial = PartialForward(self.task, self._example, call.constants)
+        self._partial = PartialForward(self.task, self._example, call)
         prefix = FrozenPrefix(self.task, self._run_blocks)
         self.feed = SampleFeed(
             prefix,
@@ -193,8 +194,13 @@ class RowService:
             prefix, call, watch, learn=self._learn, renew=self._renew, read=self._read_inputs
         )
 
-    def _learn(self, call: LoopCall) -> None:
+    def _learn(self, call: LoopCall) -> ShortForward:
         """Serve the loop as it calls its model, which is not what was expected."""
+        keeps = call.targets >= self._call.targets or not self.task.model.reads_by_labels
+        if self._call.has_rows_of(call) and keeps:
+            self._call = self._partial.call = call
+            self.forward.expect(call)
+            return self.forward
         num_frozen, self._num_frozen = self._num_frozen, -1
         self.forward.close()
         self.feed.close()
@@ -203,6 +209,7 @@ class RowService:
         self.forward.is_confirmed = True
         if num_frozen >= 0:
             self.set_depth(num_frozen)
+        return self.forward
 
     def _refuse_lists_before(self, layered: LayeredModel) -> None:
         before = list_before(self._model, row_of(layered).blocks)
@@ -389,7 +396,18 @@ class RowService:
         batch = self._row_batch({**fetched, HIDDEN: rows}, ids, self.epoch)
         batch.depth = self.forward.depth
         given = {name: entry.to(self.device) for name, entry in batch.entries().items()}
-        return self.task.model.model(**given, **self._partial.keywords, **targets)
+        with self._by_ourselves():
+            return self._partial.whole({**given, **targets})
+
+    @contextmanager
+    def _by_ourselves(self) -> Iterator[None]:
+        """Have forwards within the block say nothing of how the loop calls its model."""
+        forward = self.forward
+        was_confirmed, forward.is_confirmed = forward.is_confirmed, True
+        try:
+            yield
+        finally:
+            forward.is_confirmed = was_confirmed
 
     def _freeze(self, num_frozen: int) -> None:
         freezing.apply(self.task.model.model, num_frozen, layers=self.row_blocks)
@@ -442,11 +460,16 @@ class RowService:
             )
             self.feed.prefix.begin_edition()
         self._to_come.clear()  # The loop may have left the last epoch early.
-        self._to_come.extend((self.epoch, torch.tensor(ids)) for ids in drawn)
+        self._to_come.extend((self.epoch, self._ids(ids)) for ids in drawn)
+
+    def _ids(self, indices: list[int]) -> Tensor:
+        """Return samples' places; those that a sampler counts from the end, from the beginning."""
+        ids = torch.tensor(indices)
+        return ids.where(ids >= 0, ids + self._num_samples)
 
     def made(self, indices: list[int]) -> Any:
         """Return a batch in the loader's form, whose entries know its rows."""
-        ids, to_come = torch.tensor(indices), self._to_come
+        ids, to_come = self._ids(indices), self._to_come
         # Some may have been skipped, as where a run is resumed.
         while to_come and not torch.equal(to_come[0][1], ids):
             to_come.popleft()
@@ -501,9 +524,14 @@ class RowService:
             batches = [self.feed.computed_rows(ids, rounded=one) for one in (False, True)]
             targets = {n: batches[0][n] for n in self.task.model.targets if n in batches[0]}
             exact, rounded = (self._row_batch(batch, ids, epoch) for batch in batches)
-            compare_rounded(
-                self.task, exact=exact, rounded=rounded, targets=targets, tells=self.world.is_main
-            )
+            with self._by_ourselves():
+                compare_rounded(
+                    self.task,
+                    exact=exact,
+                    rounded=rounded,
+                    targets=targets,
+                    tells=self.world.is_main,
+                )
 
     def _renew(self, batch: RowBatch) -> None:
         """Bring a batch, which was given before the depth has changed, to the present depth."""
@@ -512,11 +540,12 @@ class RowService:
             fetched = self._fetch(batch.ids, batch.epoch)
         finally:
             self._to_come.popleft()
-        batch.rows, batch.depth = fetched.get(HIDDEN), self.depth
+        batch.rows, batch.depth, batch.call = fetched.get(HIDDEN), self.depth, self._call
 
     def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
         with own_random_numbers(self.device):
-            return self.feed.rows(batch.epoch).look(batch.ids)
+            read = self.feed.rows(batch.epoch).look(batch.ids)
+        return {name: read[self._collation.known_as(name)] for name in self._form.names}
 
     def _row_batch(self, fetched: dict[str, Tensor], ids: Tensor, epoch: int) -> RowBatch:
         """Return a batch's inputs and rows; what rows make needless was not read."""
@@ -568,9 +597,11 @@ def _expected_call(model: nn.Module, form: BatchForm) -> LoopCall:
     return call
 
 
-def _collation(call: LoopCall, form: BatchForm, collate_fn: Any) -> LoaderCollation:
-    parameters = call.parameters
-    targets = tuple(beside(n, parameters) for n in form.names if n not in parameters)
+def _collation(
+    model: nn.Module, call: LoopCall, form: BatchForm, collate_fn: Any
+) -> LoaderCollation:
+    parameters, reserved = call.parameters, frozenset(names_of(model).inputs)
+    targets = tuple(beside(n, reserved) for n in form.names if n not in parameters)
     return LoaderCollation(
         names=(*parameters.values(), *targets),
         inputs=tuple(parameters.values()),
@@ -581,6 +612,7 @@ def _collation(call: LoopCall, form: BatchForm, collate_fn: Any) -> LoaderCollat
         form=form,
         collate_fn=collate_fn,
         parameters=parameters,
+        reserved=reserved,
     )
 
 

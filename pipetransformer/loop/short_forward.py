@@ -30,7 +30,7 @@ from pipetransformer.feed import FrozenPrefix
 from pipetransformer.loop.batch_entry import BatchEntry, Mark, plain
 from pipetransformer.loop.forward_call import ForwardCall, LoopCall, RowBatch, holds_entries
 from pipetransformer.loop.model_watch import ModelWatch
-from pipetransformer.model import adapters_in_use, row_of
+from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class ShortForward:
     Args:
         call: what the loop gives the model.
         watch: of what is frozen, and of what lies around it.
-        learn: told, once, what the loop gives the model instead.
+        learn: told, once, what the loop gives the model; returns what serves that.
         renew: brings a batch's rows to the present depth.
-        read: returns the inputs of a batch that were not read, (B, ...) each.
+        read: returns what the loader has for a batch's samples, (B, ...) each, by its names.
 
     Attributes:
         depth: number of blocks that rows may take the place of.
@@ -58,7 +58,7 @@ class ShortForward:
         call: LoopCall,
         watch: ModelWatch,
         *,
-        learn: Callable[[LoopCall], None],
+        learn: Callable[[LoopCall], ShortForward],
         renew: Callable[[RowBatch], None],
         read: Callable[[RowBatch], Mapping[str, Tensor]],
     ) -> None:
@@ -72,7 +72,8 @@ class ShortForward:
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
         self._frozen: dict[str, Tensor] = {}
-        self._adapters: list[tuple[bool, str]] = []
+        self._with_adapters = modules_with_adapters(self._task.model.model)
+        self._adapters = adapters_in_use(self._with_adapters)
         self._has_told = False
         # From the first batch on, as it may be run when all is thawed.
         begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
@@ -104,7 +105,8 @@ class ShortForward:
             for name, index in model.owners.items()
             if model.sublayers[index].layer < depth
         }
-        self._adapters = adapters_in_use(model.model)
+        self._with_adapters = modules_with_adapters(model.model)
+        self._adapters = adapters_in_use(self._with_adapters)
 
     def give_back(self) -> None:
         """Let blocks run as they did."""
@@ -130,9 +132,16 @@ class ShortForward:
         if not holds_entries(args, kwargs):
             self._tell_once(model)
             return None
+        is_usual = adapters_in_use(self._with_adapters) == self._adapters
+        if (
+            is_usual
+            and not self.is_confirmed
+            and (call := self._call.learned(args, kwargs)) is not None
+        ):
+            self.is_confirmed = True
+            if call != self._call.call and (other := self._learn(call)) is not self:
+                return other._begin(model, args, kwargs)
         mark = self._call.mark_of(args, kwargs)
-        if not self.is_confirmed:
-            self._confirm(mark, args, kwargs)
         self.refuse_replaced()
         if mark is not None and self.depth and self._is_as_it_was():
             self._refuse_thawed()
@@ -144,12 +153,9 @@ class ShortForward:
         )
         return plainly
 
-    def _confirm(self, mark: Mark | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have the loop's first forward say what the model is given."""
-        call = None if mark is not None else self._call.learned(args, kwargs)
-        self.is_confirmed = mark is not None or call is not None
-        if call is not None:
-            self._learn(call)
+    def expect(self, call: LoopCall) -> None:
+        """Expect another call from now on, for which rows are the same."""
+        self._call.call = call
 
     def _tell_once(self, model: nn.Module) -> None:
         # An evaluation is given other batches, as it should.
@@ -164,7 +170,7 @@ class ShortForward:
         """Return the rows of a mark's batches, (R, ...); None where one has none."""
         batches: list[RowBatch] = [*mark.batches.values()]
         for batch in batches:
-            if batch.depth != self.depth:
+            if batch.depth != self.depth or not batch.call.has_rows_of(self._call.call):
                 self._renew(batch)
         found = [batch.rows for batch in batches if batch.rows is not None]
         if len(found) < len(batches):
@@ -201,7 +207,7 @@ class ShortForward:
 
     def _is_as_it_was(self) -> bool:
         """Tell whether the frozen blocks compute what they did when rows were made."""
-        in_use = adapters_in_use(self._task.model.model)
+        in_use = adapters_in_use(self._with_adapters)
         edited = self._prefix.is_edited() or self.watch.changed()
         return in_use == self._adapters and not edited
 
@@ -216,6 +222,11 @@ class ShortForward:
 
     def _refuse_thawed(self) -> None:
         thawed = next((name for name, t in self._frozen.items() if t.requires_grad), None)
+        if thawed is not None and self._adapters:
+            # peft lets adapters learn whenever it switches them, those of frozen blocks, too.
+            for name in self._frozen.keys() & adapter_names(self._task.model.model):
+                self._frozen[name].requires_grad_(False)
+            thawed = next((name for name, t in self._frozen.items() if t.requires_grad), None)
         if thawed is not None:
             raise ValueError(
                 f"{thawed!r} of a frozen block needs a gradient again, which rows do not have: "

@@ -38,7 +38,12 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.peft_models import adapters_in_use, unwrapped
+from pipetransformer.model.peft_models import (
+    adapter_names,
+    adapters_in_use,
+    modules_with_adapters,
+    unwrapped,
+)
 from pipetransformer.model.precision import DTYPES, LossScale
 from pipetransformer.model.recording import Row, whole_in_mode
 from pipetransformer.model.registry import adapt, entry_names, refuse_wrapper, register_adapter
@@ -58,9 +63,10 @@ __all__ = [
     "DTYPES", "EntryNames", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
     "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer", "TARGETS", "Task",
     "WAYS_OUT", "adamw", "adapt",
-    "adapters_in_use",
+    "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
-    "in_mode", "large_embeddings", "modes_of", "named_optimizer", "named_tensors", "names_of",
+    "in_mode", "large_embeddings", "modes_of",
+    "modules_with_adapters", "named_optimizer", "named_tensors", "names_of",
     "output_of", "owned_parameters", "present", "put_state", "qualified_name", "refuse_hooks",
     "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes", "split_by_layer",
     "take_state", "trained_parameters", "unwrapped", "whole_in_mode",

@@ -6,7 +6,8 @@ padding     hidden states of it: does the answer change with them? if not, no ro
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,42 +19,53 @@ _MASK = "attention_mask"
 _ROUNDING = 1e-5
 
 
-def run_through(own: CutForward, given: Entries) -> Tensor:
+Read: TypeAlias = Callable[[Any], Tensor]
+"""Takes the outputs out of a model's answer."""
+
+
+def run_through(own: CutForward, given: Entries, read: Read = output_of) -> Tensor:
     """Return the answer of all parts, one after the other, in eval mode."""
     own.forget()
     hidden = own.below(given, training=False)
     for index in range(len(own.row.blocks)):
         hidden = own.block(index, hidden, given, training=False)
-    return output_of(own.above(hidden, given, training=False))
+    return read(own.above(hidden, given, training=False))
 
 
-def read_for_shape(own: CutForward, given: Entries) -> dict[str, Tensor]:
+def joined_outputs(answer: Any) -> Tensor:
+    """Return all floating tensors of an answer as one, (N,) float64, whatever they are."""
+    leaves = tree_leaves(dict(vars(answer)) if hasattr(answer, "__dict__") else answer)
+    found = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.cat([t.detach().double().flatten() for t in found])
+
+
+def read_for_shape(own: CutForward, given: Entries, read: Read = output_of) -> dict[str, Tensor]:
     """Return the floating inputs of which blocks and head use the shape alone."""
     return {
         name: entry
         for name, entry in given.items()
-        if entry.is_floating_point() and entry.ndim > 2 and _is_blind(own, given, name)
+        if entry.is_floating_point() and entry.ndim > 2 and _is_blind(own, given, name, read)
     }
 
 
-def _is_blind(own: CutForward, given: Entries, name: str) -> bool:
+def _is_blind(own: CutForward, given: Entries, name: str, read: Read) -> bool:
     """Tell whether what blocks are given, and the answer above them, do without an entry."""
     zero = torch.zeros((), dtype=given[name].dtype, device=given[name].device)
     zeros = {**given, name: zero.expand(given[name].shape)}
     with torch.no_grad():
         hidden = own.below(given, training=False)
-        seen = [_seen(own, hidden, one) for one in (given, zeros)]
+        seen = [_seen(own, hidden, one, read) for one in (given, zeros)]
     return all(_are_equal(*pair) for pair in zip(*seen, strict=True))
 
 
-def _seen(own: CutForward, hidden: Tensor, entries: Entries) -> list[Any]:
+def _seen(own: CutForward, hidden: Tensor, entries: Entries, read: Read) -> list[Any]:
     """Return all that blocks and head make of a batch's entries, as leaves."""
     own.forget()
     seen = []
     for index in range(len(own.row.blocks)):
         seen += tree_leaves(own.arguments(index, hidden, entries, training=False))
         hidden = own.block(index, hidden, entries, training=False)
-    return [*seen, output_of(own.above(hidden, entries, training=False))]
+    return [*seen, read(own.above(hidden, entries, training=False))]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

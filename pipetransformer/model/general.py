@@ -22,7 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopipe.loss import LossFunction
-from pipetransformer.model.dependence import padding_mask, read_for_shape, run_through
+from pipetransformer.model.dependence import (
+    joined_outputs,
+    padding_mask,
+    read_for_shape,
+    run_through,
+)
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.losses import own_loss
 from pipetransformer.model.own_forward import CutForward, Entries, output_of
@@ -77,6 +82,7 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     keeps_to_labels: bool = False,
     beside: tuple[str, ...] | None = None,
     constants: Mapping[str, Any] | None = None,
+    gives_labels: bool = False,
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -87,6 +93,8 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
         keeps_to_labels: whether the loss reads no position that its label leaves out.
         beside: entries that a batch has beside the inputs; None are those of the model's loss.
         constants: what the forward is given beside all entries.
+        gives_labels: whether a loop takes the loss that the forward makes of its labels. Else it
+            may read any output, known or not.
     Raises:
         ValueError: its forward fails, or has no row of blocks.
     """
@@ -114,7 +122,11 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
     # First, as it says by name what blocks hand to the loss, which no part below could.
     loss = None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords)
-    own, mask, answer = _in_parts(model, rows, given, keywords)
+    if gives_labels:
+        keeps_to_labels |= _is_known_loss(model, targets, given, batch, keywords)
+    own, mask, answer = _in_parts(
+        model, rows, given, keywords, read=output_of if beside is None else None
+    )
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
     is_by_token = mask is not None and answer[:2] == given["input_ids"].shape and len(answer) > 2
@@ -125,7 +137,7 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
     sublayers = _sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
-    return LayeredModel(
+    layered = LayeredModel(
         model,
         sublayers,
         inputs=inputs,
@@ -136,6 +148,8 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
         biases=sorted(row.learned),
         is_recorded=True,
     )
+    layered.reads_by_labels = mask is not None and is_by_token
+    return layered
 
 
 WAYS_OUT = (
@@ -169,29 +183,47 @@ def _refuse_routers(model: nn.Module) -> None:
         )
 
 
+def _is_known_loss(model: nn.Module, *given: Any) -> bool:
+    """Return whether a model's own loss is one that reads nothing where its label says so."""
+    try:
+        return _own_loss(model, *given) is not None
+    except (TypeError, ValueError):
+        return False
+
+
 def _in_parts(
-    model: nn.Module, rows: Sequence[Row], given: Entries, keywords: Mapping[str, Any]
+    model: nn.Module,
+    rows: Sequence[Row],
+    given: Entries,
+    keywords: Mapping[str, Any],
+    *,
+    read: Callable[[Any], Tensor] | None,
 ) -> tuple[CutForward, str | None, torch.Size]:
     """Return the forward in parts, at the first row where these give its answer.
 
+    Args:
+        read: takes the output out of an answer; None takes all, where it is not known.
     Returns:
         it, the name of its padding mask, and its answer's shape.
     """
     inputs, why = tuple(given), ""
     with torch.no_grad(), whole_in_mode(model, training=False):
-        expected = output_of(model(**given, **keywords))
+        whole = model(**given, **keywords)
+        read, is_known = _reading(whole, read)
+        expected = read(whole)
         for row in rows:
             own = CutForward(model, row, inputs=inputs, keywords=keywords, example={})
             try:
-                answer = run_through(own, given)
+                answer = run_through(own, given, read)
                 # A plan is made of shapes alone, on the meta device.
                 gap = 0.0 if answer.is_meta else float((answer - expected).abs().max())
-                blind = read_for_shape(own, given)
+                blind = read_for_shape(own, given, read)
             except Exception as error:
                 why = why or f"cut at {row.name!r} it fails: {error!r}"
                 continue
             if expected.is_meta or gap <= _ROUNDING * float(expected.abs().max()):
-                mask = padding_mask(own, given, getattr(unwrapped(model), "config", None))
+                config = getattr(unwrapped(model), "config", None)
+                mask = padding_mask(own, given, config) if is_known else None
                 own = CutForward(model, row, inputs=inputs, keywords=keywords, example=blind)
                 return own, mask, expected.shape
             why = why or f"cut at {row.name!r} it gives another answer, by {gap:.3g}"
@@ -201,11 +233,26 @@ def _in_parts(
 _ROUNDING = 1e-3
 
 
+def _reading(
+    answer: Any, read: Callable[[Any], Tensor] | None
+) -> tuple[Callable[[Any], Tensor], bool]:
+    """Return what takes outputs out of an answer, and whether it is known what they are."""
+    try:
+        (read or output_of)(answer)
+    except TypeError:
+        if read is not None:
+            raise
+        return joined_outputs, False
+    return read or output_of, True
+
+
 def _refuse_cache(model: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise a ValueError where keys and values that are kept for more tokens change the answer."""
     with torch.no_grad(), whole_in_mode(model, training=False):
-        answers = [output_of(model(**given, **more)) for more in ({}, {"use_cache": False})]
-    if not torch.equal(*answers):
+        answers = [model(**given, **more) for more in ({}, {"use_cache": False})]
+    read, _ = _reading(answers[1], None)
+    one, other = map(read, answers)
+    if one.shape == other.shape and not torch.equal(one, other):
         raise ValueError(
             f"this {type(model).__name__} gives other outputs with use_cache=False, which trains "
             "here: texts packed into one sample may see each other otherwise. Set "

@@ -80,12 +80,15 @@ class LayeredModel:
             then a run compares them with the model's own forward before its first step.
     Attributes:
         owners: the first sublayer, by index, of each tensor. Others may share it: tied weights.
+        reads_by_labels: whether it has a padding mask because the loss reads no padding alone.
         plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
             generators while they train.
     Raises:
         ValueError: a tensor is in no sublayer, or not the model's; a name is used twice; layers
             fall, skip a number, or leave the head no layer of its own.
     """
+
+    reads_by_labels = False
 
     def __init__(  # noqa: PLR0913 - the documented interface
         self,

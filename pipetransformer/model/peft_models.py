@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -33,13 +33,27 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if names else model
 
 
-def adapters_in_use(model: nn.Module) -> list[tuple[bool, str]]:
+def modules_with_adapters(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that peft has given adapters."""
+    return [module for module in model.modules() if "_disable_adapters" in vars(module)]
+
+
+def adapters_in_use(modules: Iterable[nn.Module]) -> list[tuple[bool, str]]:
     """Return of each module with adapters whether they are switched off, and which are chosen."""
     return [
-        (own["_disable_adapters"], str(own.get("_active_adapter")))
-        for own in map(vars, model.modules())
-        if "_disable_adapters" in own
+        (own["_disable_adapters"], str(own.get("_active_adapter"))) for own in map(vars, modules)
     ]
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """Return the names of adapters' own parameters."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if "_disable_adapters" in vars(module)
+        for name, _ in module.named_parameters()
+        if not name.startswith("base_layer.")
+    }
 
 
 def refuse_peft(model: object) -> None:
