@@ -9,6 +9,7 @@ model
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def apply(
     bottom = _bottom(model, blocks, num_frozen)
     changed = _freeze_only(model, bottom.freezing)
     if _keep_in_eval(model, bottom.modules) or changed:
-        torch._dynamo.reset()
+        _forget_compiled()
     frozen = {p for p in bottom.parameters if not p.requires_grad}
     return tuple(sorted(name for name, p in model.named_parameters() if p in frozen))
 
@@ -121,7 +122,7 @@ def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[st
 def freeze_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Freeze further parameters of a model, until `apply` is called again, which thaws them."""
     if _freeze_only(model, {*_frozen_by_us(model), *parameters}):
-        torch._dynamo.reset()
+        _forget_compiled()
 
 
 def frozen_in_place(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -262,6 +263,13 @@ def _paths_of(places: Sequence[tuple[str, nn.Module]], blocks: Sequence[nn.Modul
     return paths
 
 
+def _forget_compiled() -> None:
+    """Throw compiled code away, which does not notice what needs a gradient."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:  # Nothing is compiled without it, and its import takes seconds.
+        compiler.reset()
+
+
 def _owners(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Parameter]]]:
     """Return each module with its own parameters by name."""
     return [(module, dict(module.named_parameters(recurse=False))) for module in model.modules()]
@@ -328,7 +336,9 @@ def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
     Each has its own hook, as a block may be a list whose members are called one by one. A compiled
     module needs none: its mode is that of the module it wraps.
     """
-    wanted = {one for one in wanted if not isinstance(one, torch._dynamo.OptimizedModule)}
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        wanted = {one for one in wanted if not isinstance(one, compiler.OptimizedModule)}
     hooks = {module: found for module in model.modules() if (found := _hook_of(module))}
     leaving, entering = hooks.keys() - wanted, wanted - hooks.keys()
     new = {module: _StayInEval(module.training, model.training) for module in entering}

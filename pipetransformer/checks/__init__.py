@@ -20,7 +20,7 @@ from pipetransformer.checks.model_checks import (
     warn_of_tied_weights,
 )
 from pipetransformer.checks.optimizer_trial import try_optimizer
-from pipetransformer.checks.rank_checks import Remembered, refuse_differing_ranks, remembered
+from pipetransformer.checks.rank_checks import attributes_of, refuse_differing_ranks
 from pipetransformer.checks.run_checks import (
     check_selection,
     check_world,
@@ -31,8 +31,8 @@ from pipetransformer.checks.sublayer_probe import probe_evaluation, probe_sublay
 from pipetransformer.checks.verification import Verification, verify, verify_recorded
 
 __all__ = [
-    "Remembered", "Verification", "check_selection", "check_world", "describe_task",
-    "probe_evaluation", "probe_sublayers", "rate_of_layer", "refuse_differing_ranks", "remembered",
+    "Verification", "attributes_of", "check_selection", "check_world", "describe_task",
+    "probe_evaluation", "probe_sublayers", "rate_of_layer", "refuse_differing_ranks",
     "refuse_surroundings", "refuse_untrained", "try_optimizer", "verify", "verify_recorded",
     "warn_of_full_float32", "warn_of_large_batch", "warn_of_low_weights", "warn_of_tied_weights",
 ]  # fmt: skip

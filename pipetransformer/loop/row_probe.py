@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autocache import own_lengths
-from pipetransformer.checks import Remembered, remembered
+from pipetransformer.checks import attributes_of
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mode
 
 _NUM_SAMPLES = 4
+_MOST_MEMBERS = 64
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Relative to the largest number; the order of a sum alone changes far less."""
 _COARSEST = 5e-2
@@ -99,7 +100,7 @@ class RowProbe:
         self.watch.ignore_changes()
         if learned := _learned(trained, len(hidden)):
             raise _Finding(f"{learned} takes part in what they return, and goes on learning")
-        had = [remembered(block) for block in blocks]
+        had = [_noted(block) for block in blocks]
         with torch.no_grad():
             again, _ = self._run({n: t.flip(0) for n, t in entries.items()}, depth, training=True)
         if self._differ(trained.detach(), hidden) or self._differ(again.flip(0), hidden):
@@ -108,9 +109,9 @@ class RowProbe:
                 "not do in evaluation (noise, statistics of a batch, a factor)"
             )
         for index, (before, block) in enumerate(zip(had, blocks, strict=True)):
-            if name := _what_changed(before, remembered(block), block):
+            if name := _what_changed(before, _noted(block)):
                 raise _Finding(
-                    f"block {index} keeps {name} of each batch, which the loop or the model may "
+                    f"block {index} keeps {name!r} of each batch, which the loop or the model may "
                     "read, and would not find where rows are read"
                 )
 
@@ -224,9 +225,27 @@ def _learned(hidden: Tensor, num_samples: int) -> str:
     return ""
 
 
-def _what_changed(before: Remembered, now: Remembered, block: nn.Module) -> str:
-    """Name what a block has noted of a batch in an attribute."""
-    for (module, name), numbers in now.numbers.items():
-        if before.numbers.get((module, name)) != numbers:
-            return f"the number {name!r} of its {type(module).__name__}"
-    return "" if now.has_tensors_of(before) else "a tensor in an attribute"
+_Noted = dict[tuple[nn.Module, str, int], Any]
+"""What modules hold in plain attributes: numbers, and tensors by identity and version."""
+
+
+def _noted(block: nn.Module) -> _Noted:
+    noted: _Noted = {}
+    for module in block.modules():
+        for name, value in attributes_of(module).items():
+            several = list(value.values()) if isinstance(value, dict) else value
+            if not isinstance(several, (list, tuple)):
+                several = [several]
+            for place, one in enumerate(several[:_MOST_MEMBERS]):
+                if isinstance(one, Tensor):
+                    version = -1 if one.is_inference() else one._version
+                    noted[module, name, place] = id(one), version
+                elif isinstance(one, (int, float)) and one == one:
+                    noted[module, name, place] = one
+    return noted
+
+
+def _what_changed(before: _Noted, now: _Noted) -> str:
+    """Name the attribute in which a block has noted something of a batch."""
+    keys = before.keys() | now.keys()
+    return next((key[1] for key in keys if before.get(key) != now.get(key)), "")

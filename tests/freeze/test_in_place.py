@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -394,3 +396,14 @@ def test_a_list_of_blocks_before_the_layers_is_known() -> None:
         find_layers(
             nn.ModuleDict({"encoder": nn.ModuleList([Block(), Block()]), "decoder": model.decoder})
         )
+
+
+def test_freezing_imports_no_compiler() -> None:
+    """Torch's compiler takes seconds to import, which were the first freeze's."""
+    program = (
+        "import sys, freeze; from torch import nn; "
+        "model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))); "
+        "freeze.apply(model, 1, layers=list(model)); freeze.apply(model, 0, layers=list(model)); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
