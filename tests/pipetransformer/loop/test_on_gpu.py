@@ -67,8 +67,17 @@ def attached(model: nn.Module, folder: Path, place: str) -> Iterator[Any]:
         assert cached.stats.hits == 10
 
 
-@pytest.mark.parametrize("place", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["gpt2_classifier", "beit", "llama"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("gpt2_classifier", "cuda"),
+        ("beit", "cpu"),
+        pytest.param("gpt2_classifier", "cpu", marks=pytest.mark.slow),
+        pytest.param("beit", "cuda", marks=pytest.mark.slow),
+        pytest.param("llama", "cpu", marks=pytest.mark.slow),
+        pytest.param("llama", "cuda", marks=pytest.mark.slow),
+    ],
+)
 def test_a_warm_step_waits_for_no_more_than_a_plain_one(
     name: str, place: str, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ def train(
     return gathered, losses
 
 
-@pytest.mark.parametrize("build", [qwen, mixtral])
+@pytest.mark.parametrize("build", [qwen, pytest.param(mixtral, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", ["output_router_logits", "output_attentions"])
 @pytest.mark.parametrize(
     "make",

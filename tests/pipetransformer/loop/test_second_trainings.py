@@ -91,9 +91,17 @@ def assert_all_move(model: nn.Module, act: Callable[[], Any]) -> None:
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
+def slow(value: Any) -> Any:
+    """Leave a case to the slow tests: it has a quicker neighbour."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+BY_HAND = slow(by_hand)
+
+
 @pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze_before", [by_training, by_hand])
-@pytest.mark.parametrize("freeze", [0, 1, [1, 0], [2, 1]], ids=str)
+@pytest.mark.parametrize("freeze_before", [by_training, BY_HAND])
+@pytest.mark.parametrize("freeze", [0, slow(1), [1, 0], slow([2, 1])], ids=str)
 def test_a_thaw_of_weights_that_the_optimizer_lacks_is_refused(
     freeze: Any, freeze_before: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -109,7 +117,7 @@ def test_a_thaw_of_weights_that_the_optimizer_lacks_is_refused(
 
 
 @pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze_before", [by_training, by_hand])
+@pytest.mark.parametrize("freeze_before", [by_training, BY_HAND])
 def test_what_stays_frozen_needs_no_optimizer(
     freeze_before: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -262,7 +270,7 @@ class OfWhatTrains:
 
 
 @pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze", [0, [1, 0], [2, 1]], ids=str)
+@pytest.mark.parametrize("freeze", [0, [1, 0], slow([2, 1])], ids=str)
 def test_lightning_is_refused_a_thaw_of_weights_that_its_optimizer_lacks(
     freeze: Any, caches: bool, tmp_path: Path
 ) -> None:
