@@ -25,7 +25,8 @@ from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mode
 
-_NUM_SAMPLES = 4
+_NUM_SAMPLES, _NUM_ALONE = 3, 2
+"""Samples that run together, and how many of them by themselves, too."""
 _MOST_MEMBERS = 64
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Relative to the largest number; the order of a sum alone changes far less."""
@@ -72,8 +73,7 @@ class RowProbe:
         entries, targets = self._split(together)
         with torch.no_grad():
             hidden, answers = self._run(entries, depth)
-        self._look_at_training(entries, hidden, depth)
-        self._look_at_labels(entries, targets, hidden, depth)
+        self._look_at_training(entries, targets, hidden, depth)
         self._look_at_mates(ids, entries, hidden, answers, depth)
         self._look_from_rows(entries, hidden, targets)
 
@@ -93,7 +93,9 @@ class RowProbe:
         torch.manual_seed(0)
         return self.partial(entries, last=depth, **mode)
 
-    def _look_at_training(self, entries: Batch, hidden: Tensor, depth: int) -> None:
+    def _look_at_training(
+        self, entries: Batch, targets: Batch, hidden: Tensor, depth: int
+    ) -> None:
         blocks = self.partial.row.blocks[:depth]
         with torch.enable_grad():
             trained, _ = self._run(entries, depth, training=True)
@@ -101,9 +103,15 @@ class RowProbe:
         if learned := _learned(trained, len(hidden)):
             raise _Finding(f"{learned} takes part in what they return, and goes on learning")
         had = [_noted(block) for block in blocks]
+        others = {n: t.flip(0) for n, t in {**entries, **targets}.items()}
         with torch.no_grad():
-            again, _ = self._run({n: t.flip(0) for n, t in entries.items()}, depth, training=True)
-        if self._differ(trained.detach(), hidden) or self._differ(again.flip(0), hidden):
+            again, _ = self._run(others, depth, training=True)
+            again = again.flip(0)
+            if targets and self._differ(again, hidden):
+                again, _ = self._run(entries, depth, training=True)
+                if not self._differ(again, hidden):
+                    raise _Finding(f"what they return depends on {sorted(targets)}")
+        if self._differ(trained.detach(), hidden) or self._differ(again, hidden):
             raise _Finding(
                 "in training the model does something below them, or between them, that it does "
                 "not do in evaluation (noise, statistics of a batch, a factor)"
@@ -115,19 +123,12 @@ class RowProbe:
                     "read, and would not find where rows are read"
                 )
 
-    def _look_at_labels(self, entries: Batch, targets: Batch, hidden: Tensor, depth: int) -> None:
-        for name, target in targets.items():
-            with torch.no_grad():
-                found, _ = self._run({**entries, name: target}, depth, training=True)
-            if self._differ(found, hidden):
-                raise _Finding(f"what they return depends on {name!r}")
-
     def _look_at_mates(
         self, ids: Sequence[int], entries: Batch, hidden: Tensor, answers: list[Any], depth: int
     ) -> None:
         mask = entries.get(self.task.model.padding_mask or "")
         plain = [_plain_leaves(answer) for answer in answers]
-        for place, index in enumerate(ids):
+        for place, index in enumerate(ids[:_NUM_ALONE]):
             alone, _ = self._split(self.samples.probe([index]))
             with torch.no_grad():
                 own, others = self._run(alone, depth)
