@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
