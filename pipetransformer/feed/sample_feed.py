@@ -281,6 +281,10 @@ class SampleFeed:
         self._foreseen.close()
         self._drop_store()
 
+    def end_workers(self) -> None:
+        """End the workers; the next that read see the data set as it is then."""
+        self._foreseen.close()
+
     def _drop_store(self) -> None:
         self._close_cache()
         if self._store is not None:

@@ -5,12 +5,14 @@ moves it, casts it             an entry, the same rows     the same
 takes rows, joins them         an entry of those rows      the same
 asks for its shape             answers                     answers
 changes it in place            it holds no rows any more   is refused
+makes a view of its values     an entry without rows       is refused
 computes of it                 a plain tensor              is refused
 
 An entry that was not read has a shape, a dtype and a device, but no storage: nothing is moved, and
 nothing can be computed of it by a way that was forgotten here. One that was read wraps its values.
 It knows its rows as long as nobody can have changed these: their version tells, and whoever gets
-at the memory itself (`numpy()`, `.data`) ends it. Nothing is recognised by comparing values.
+at the memory itself (`numpy()`, `.data`) ends it, also by a view, which is followed for this.
+Nothing is recognised by comparing values.
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ class _Memory:
 class BatchEntry(Tensor):
     """Be an entry of a batch; see the module. `BatchEntry.read` and `unread` make one."""
 
-    _mark: Mark
+    _mark: Mark | None
     _value: Tensor | None
     _device: torch.device
     _memory: _Memory
     _version_read: int | None
+    _is_narrowed: bool = False
 
     @staticmethod
-    def read(mark: Mark, value: Tensor, memory: _Memory | None = None) -> BatchEntry:
-        """Return an entry of what was read, (R, ...)."""
+    def read(mark: Mark | None, value: Tensor, memory: _Memory | None = None) -> BatchEntry:
+        """Return an entry of what was read, (R, ...); a view of one has no mark."""
         entry = _made(value.shape, value.dtype)
         entry._mark, entry._value, entry._device = mark, value, value.device
         entry._memory, entry._version_read = memory or _Memory(), _version(value)
@@ -129,8 +132,11 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a function with the values of entries; refuse it for what was not read."""
     exposes = func in _EXPOSING or "out" in kwargs
 
+    memories: list[tuple[int, _Memory]] = []
+
     def value_of(entry: BatchEntry) -> Tensor:
         if entry._value is None:
+            assert entry._mark is not None
             raise ValueError(
                 f"{_name_of(func)!r} was asked of {entry._mark.name!r}, which was not read, as "
                 "the batch's samples have rows. A loop may move it, cast it to another float and "
@@ -138,10 +144,29 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 f"reads=({entry._mark.name!r},)"
             )
         entry._memory.is_exposed |= exposes
+        memories.append((_memory_of(entry._value), entry._memory))
         return entry._value
 
+    def followed(tensor: Tensor) -> Tensor:
+        """Follow a view of an entry: its memory may be changed by it."""
+        if type(tensor) is not Tensor:
+            return tensor
+        own = _memory_of(tensor)
+        memory = next((m for place, m in memories if place == own != -1), None)
+        return tensor if memory is None else BatchEntry.read(None, tensor, memory)
+
     args, kwargs = tree_map_only(BatchEntry, value_of, (tuple(args), kwargs))
-    return func(*args, **kwargs)
+    answer = func(*args, **kwargs)
+    # What hands memory out has ended the entry already.
+    return answer if exposes else tree_map_only(Tensor, followed, answer)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins; -1 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or -1
+    except (NotImplementedError, RuntimeError):
+        return -1
 
 
 def _name_of(func: Any) -> str:
@@ -174,6 +199,7 @@ def _shown(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     entry = args[0]
     if entry._value is not None:
         return NotImplemented
+    assert entry._mark is not None
     return f"{entry._mark.name}(not read, shape={tuple(entry.shape)}, dtype={entry.dtype})"
 
 
@@ -186,14 +212,25 @@ def _moved(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         value = func(entry._value, *map(plain, args[1:]), **kwargs)
         if not isinstance(value, Tensor):  # `type()` without a dtype asks for its name.
             return value
-        return entry if value is entry._value else BatchEntry.read(mark, value, entry._memory)
+        if value is entry._value:
+            return entry
+        return _narrowed(entry, BatchEntry.read(mark, value, entry._memory), value)
     device, dtype = _target(entry, func, args[1:], kwargs)
-    # A whole number hides what a NaN would show.
-    return (
-        BatchEntry.unread(mark, entry.shape[1:], dtype, device)
-        if dtype.is_floating_point
-        else NotImplemented
+    if not dtype.is_floating_point:
+        return NotImplemented
+    moved = BatchEntry.unread(mark, entry.shape[1:], dtype, device)
+    return _narrowed(entry, moved, NotImplemented)
+
+
+def _narrowed(entry: BatchEntry, moved: BatchEntry, plainly: Any) -> Any:
+    """Return a moved entry; in its place `plainly`, where its numbers were rounded on the way."""
+    changes = moved.dtype != entry.dtype
+    if changes and entry._is_narrowed:
+        return plainly
+    moved._is_narrowed = entry._is_narrowed or (
+        changes and moved.element_size() < entry.element_size()
     )
+    return moved
 
 
 def _target(
@@ -296,6 +333,8 @@ _CASTS = {
     Tensor.bfloat16: torch.bfloat16,
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
+    Tensor.long: torch.int64,
+    Tensor.int: torch.int32,
 }
 _DIMENSIONS = {
     function: (place, default)

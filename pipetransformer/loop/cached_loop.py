@@ -13,8 +13,9 @@ accumulation and wrappers stay as they are.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, final
 
@@ -41,6 +42,8 @@ from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService, check_settings
 from pipetransformer.loop.short_forward import learning
 from pipetransformer.model import refuse_wrapper
+
+_LOGGER = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -90,6 +93,24 @@ def _watching(
 
 
 @final
+class Epoch(Iterator[Any]):
+    """Give an epoch's batches, once; its length is the loader's."""
+
+    def __init__(self, batches: Generator[Any, None, None], loader: DataLoader[Any]) -> None:
+        self._all, self._loader = batches, loader
+
+    def __next__(self) -> Any:
+        return next(self._all)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self) -> None:
+        """Leave the epoch."""
+        self._all.close()
+
+
+@final
 class CachedLoop:
     """Give a loop its batches; see `attach`. Use it as a context manager, or call `close`.
 
@@ -107,7 +128,7 @@ class CachedLoop:
         self._model, self._freezes, self._settings = model, freezes, dict(settings)
         self._num_begun = self.num_frozen = 0
         self._rows: RowService | None = None
-        self._is_closed = False
+        self._is_closed = self._has_told = False
         self.stats = CacheStats()
 
     def freeze_bottom(self, num_frozen: int) -> None:
@@ -115,7 +136,7 @@ class CachedLoop:
         self._stop_watching()
         self._freezes = lambda _: num_frozen
 
-    def epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def epoch(self, loader: DataLoader[Any]) -> Epoch:
         """Freeze what this epoch freezes, and yield the loader's batches. Collective under DDP.
 
         Batches are as the loader makes them, with the entries that the model and its loss take.
@@ -127,6 +148,9 @@ class CachedLoop:
             ValueError: the loader has no sampler of batches, the model cannot be cut, or it is
                 given images that were not read, but not the batch that was yielded last.
         """
+        return Epoch(self._batches(loader), loader)
+
+    def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         rows = self._start(loader)
         if rows is None:
             yield from self._learning(loader)
@@ -156,6 +180,12 @@ class CachedLoop:
         if rows.epoch == epoch:
             rows.forward.is_awaited = False
             self.stats = rows.take_stats()
+            if self.stats.hits and not rows.forward.num_served and not self._has_told:
+                self._has_told = True
+                _LOGGER.warning(
+                    "rows were read, but no forward of the attached model has used one: let the "
+                    "loop call the model itself (not its `forward`, nor a part of it)"
+                )
 
     def _learning(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield an epoch whose first forward says what the model is given.

@@ -2,7 +2,8 @@
 
                    as it is                    while an epoch begins
     data set       gives a sample              gives its index
-    batch sampler  draws batches as needed     draws all of the epoch's, and announces them
+    batch sampler  draws batches as needed     draws all of the epoch's, and announces them;
+                                               as needed, if it draws numbers for each
     collate_fn     makes a batch of samples    makes a batch of indices
     workers        read samples                none: the function knows how to read ahead
 
@@ -19,6 +20,8 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader
+
+from pipetransformer.loop.randomness import states_of
 
 _T = TypeVar("_T")
 
@@ -125,23 +128,34 @@ class _Announced(_InPlaceOf[Any]):
         dataset: Any = base.dataset
         self._most, self._announce = _MOST_ROUNDS * len(dataset), announce
         self._reads_ahead = base.num_workers > 0
+        sampler = getattr(base.batch_sampler, "sampler", None)
+        self._owners = (base.batch_sampler, sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         # Now: some samplers draw numbers here, others at their first batch.
         return self._batches(iter(self._own))
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[list[int]]:
+        states = states_of(self._owners)  # Behind the seed that a loader draws.
         drawn: list[list[int]] = []
-        num = 0
+        num, begun = 0, None
         for ids in islice(batches, self._num()):
             drawn.append(list(ids))
             num += len(ids)
+            if begun is None:
+                begun = states_of(self._owners)
             if num > self._most:
                 raise ValueError(
                     f"the loader's sampler gives each sample more than {_MOST_ROUNDS} times in "
                     "an epoch, and seems to have no end; all of an epoch's indices are drawn at "
                     "its start, so give it an end"
                 )
+        if begun is not None and begun.differ() and not self._reads_ahead:
+            # It draws numbers for each batch, between those of the loop: so it must go on.
+            states.put_back()
+            self._announce([])
+            yield from map(list, self._own)
+            return
         self._announce(drawn)
         yield from drawn
         yield from batches

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> 
 
 
 _CPU = torch.device("cpu")
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _states(device: torch.device) -> list[Any]:
@@ -72,18 +74,29 @@ def _states(device: torch.device) -> list[Any]:
 
 def _own_states(owners: tuple[object, ...]) -> list[Callable[[], Any]]:
     """Return what tells the state of each generator that objects hold."""
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    return [partial(_state, value) for value in _held_by(owners) if isinstance(value, kinds)]
+    return [partial(_state, value) for value in _held_by(owners) if isinstance(value, _KINDS)]
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
+    """Return a generator's state, to be compared."""
+    raw = _raw(generator)
+    return raw.tolist() if isinstance(raw, Tensor) else str(raw)
+
+
+def _raw(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
-        return str(generator.bit_generator.state)
-    return str(generator.get_state())
+        return generator.bit_generator.state
+    is_pythons = isinstance(generator, random.Random)
+    return generator.getstate() if is_pythons else generator.get_state()
+
+
+def _put(generator: Any, raw: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = raw
+    elif isinstance(generator, random.Random):
+        generator.setstate(raw)
+    else:
+        generator.set_state(raw)
 
 
 def _held_by(owners: tuple[object, ...]) -> Iterator[object]:
@@ -96,6 +109,39 @@ def _held_by(owners: tuple[object, ...]) -> Iterator[object]:
                 yield from getattr(one, "__dict__", {}).values()
 
 
+@dataclass(frozen=True)
+class States:
+    """Hold where generators are: those of all, and those that some objects hold."""
+
+    told: list[Any]
+    torchs: Tensor
+    plain: Any
+    numpys: Any
+    held: list[tuple[Any, Any]]
+
+    def differ(self) -> bool:
+        """Return whether any has moved on."""
+        return self.told != _told([generator for generator, _ in self.held])
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.torchs)
+        random.setstate(self.plain)
+        np.random.set_state(self.numpys)
+        for generator, raw in self.held:
+            _put(generator, raw)
+
+
+def states_of(owners: tuple[object, ...]) -> States:
+    """Return where generators are now."""
+    held = [(value, _raw(value)) for value in _held_by(owners) if isinstance(value, _KINDS)]
+    told = _told([generator for generator, _ in held])
+    return States(told, torch.get_rng_state(), random.getstate(), np.random.get_state(), held)
+
+
+def _told(generators: list[Any]) -> list[Any]:
+    return [_states(_CPU), [*map(_state, generators)]]
+
+
 @contextmanager
 def generators_kept(*owners: object) -> Iterator[None]:
     """Put back, behind the block, the generators that objects hold, or objects of theirs.
@@ -103,15 +149,9 @@ def generators_kept(*owners: object) -> Iterator[None]:
     A collator that masks tokens with a seed of its own is one: looking at samples must not shift
     what it draws in the loop.
     """
-    with ExitStack() as after:
-        for value in _held_by(owners):
-            if isinstance(value, torch.Generator):
-                after.callback(value.set_state, value.get_state())
-            elif isinstance(value, random.Random):
-                after.callback(value.setstate, value.getstate())
-            elif isinstance(value, np.random.Generator):
-                bits = value.bit_generator
-                after.callback(setattr, bits, "state", bits.state)
-            elif isinstance(value, np.random.RandomState):
-                after.callback(value.set_state, value.get_state())
+    held = [(value, _raw(value)) for value in _held_by(owners) if isinstance(value, _KINDS)]
+    try:
         yield
+    finally:
+        for generator, raw in held:
+            _put(generator, raw)

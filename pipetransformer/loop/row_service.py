@@ -453,6 +453,8 @@ class RowService:
 
     def announce(self, drawn: Sequence[list[int]]) -> None:
         """Take note of all batches of an epoch."""
+        if self._base.num_workers and not self._base.persistent_workers:
+            self.feed.end_workers()  # As the loader's own begin anew with each epoch.
         if self._data.changed() and self.depth:
             _LOGGER.warning(
                 "samples were edited in memory since the last epoch: what frozen blocks return is "

@@ -49,6 +49,7 @@ class ShortForward:
     Attributes:
         depth: number of blocks that rows may take the place of.
         is_confirmed: whether a forward was given what was expected, or has said what it is given.
+        num_served: forwards that rows were used in.
         is_awaited: whether a loop is within an epoch whose batches have rows.
     """
 
@@ -66,7 +67,7 @@ class ShortForward:
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
         self._call = ForwardCall(self._task.model.model, call)
-        self.is_awaited = False
+        self.is_awaited, self.num_served = False, 0
         # Rows that this forward may use: known from its start to its end.
         self._rows: Tensor | None = None
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -111,7 +112,9 @@ class ShortForward:
     def give_back(self) -> None:
         """Let blocks run as they did."""
         for block in self._replaced:
-            replacement = vars(block)["forward"]
+            replacement = vars(block).get("forward")
+            if not isinstance(replacement, _Forward):
+                continue  # Somebody has put another in its place.
             if replacement.own is None:
                 del block.forward
             else:
@@ -148,6 +151,8 @@ class ShortForward:
             self._rows = self._rows_of(mark)
         if self._rows is None:
             self._tell_once(model)
+        else:
+            self.num_served += 1
         plainly: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             BatchEntry, self._plain, (args, kwargs)
         )
