@@ -173,7 +173,7 @@ class CachedLoop:
         rows.take_stats()
         rows.epoch = epoch = self._num_begun
         self._num_begun += 1
-        rows.forward.is_awaited = rows.may_serve
+        rows.forward.is_awaited, rows.forward.num_served = rows.may_serve, 0
         return epoch
 
     def _end(self, rows: RowService, epoch: int) -> None:
