@@ -91,6 +91,10 @@ class FrozenPrefix:
             self.stamps.clear()
             self._stamp_layers()
 
+    def is_whole(self) -> bool:
+        """Return whether its tensors are where they were, if other ones."""
+        return all(name in table for table, name in self._slots)
+
     def is_edited(self) -> bool:
         """Tell whether its tensors were changed since they were stamped, but not by `.data`."""
         return bool(self.stamps) and self._are_edited(compares_values=False)

@@ -100,7 +100,8 @@ class BatchEntry(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        done = NotImplemented if rule is None else rule(func, args, kwargs)
+        # What is given by name alone has no rule: no rows are known of its result.
+        done = NotImplemented if rule is None or not args else rule(func, args, kwargs)
         return _computed(func, args, kwargs) if done is NotImplemented else done
 
     @classmethod
@@ -244,13 +245,14 @@ def _target(
         asked = kwargs.get("device", args[0] if args else None)
         return torch.device("cuda", torch.cuda.current_device() if asked is None else asked), dtype
     if func is Tensor.type:
-        return device, args[0]
+        return device, args[0] if args and isinstance(args[0], torch.dtype) else torch.bool
     if func is not Tensor.to:
         return device, _CASTS.get(func, dtype)
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, Tensor):
         return other.device, other.dtype
-    to_device, to_dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    known = {name: value for name, value in kwargs.items() if name != "copy"}
+    to_device, to_dtype, *_ = torch._C._nn._parse_to(*args, **known)
     return to_device or device, to_dtype or dtype
 
 
@@ -350,12 +352,13 @@ _DIMENSIONS = {
 }
 """Where functions that take rows have their dimension, and what it is by default."""
 
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 _EXPOSING = {
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
-    Tensor.storage, Tensor.share_memory_, vars(torch._C.TensorBase)["data"].__get__,
-    torch.utils.dlpack.to_dlpack,
+    Tensor.storage, Tensor.share_memory_, Tensor.apply_, Tensor.map_, Tensor.set_,
+    Tensor.resize_, _DATA.__get__, _DATA.__set__, torch.utils.dlpack.to_dlpack,
 }  # fmt: skip
-"""Functions that hand out the memory of values."""
+"""Functions that hand out the memory of values, or change it without a version."""
 
 
 def _rules() -> dict[Any, Callable[[Any, Sequence[Any], Any], Any]]:

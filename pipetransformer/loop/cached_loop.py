@@ -14,6 +14,7 @@ accumulation and wrappers stay as they are.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import chain, islice
@@ -177,7 +178,7 @@ class CachedLoop:
         return epoch
 
     def _end(self, rows: RowService, epoch: int) -> None:
-        if rows.epoch == epoch:
+        if rows.epoch == epoch and not sys.is_finalizing():
             rows.forward.is_awaited = False
             self.stats = rows.take_stats()
             if self.stats.hits and not rows.forward.num_served and not self._has_told:

@@ -5,12 +5,13 @@ Tensors are not looked at here: their versions tell.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopipe.profile import left_as_found
@@ -18,7 +19,7 @@ from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.randomness import generators_kept
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
-_MOST_MEMBERS = 64
+_MOST_MEMBERS = 256
 """Of a list or a dict, such as the scales of a module's adapters; a larger one is data."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -49,16 +50,17 @@ class ModelWatch:
 
     def renew(self) -> None:
         """Take what is there now for what should be there."""
-        places = [place for module in self._modules for place in _places(vars(module))]
+        seen: set[int] = set()
+        places = [p for module in self._modules for p in _places(vars(module), seen)]
         self._places = [p for p in places if (id(p[0]), p[1]) not in self.ignored]
-        self._values = [container[key] for container, key in self._places]
+        self._values = self._values_now()
         self._children, self._hooked = self._children_now(), self._hooks_now()
+        self._forwards = self._forwards_now()
 
     def ignore_changes(self) -> None:
         """Watch no more what has changed by itself, and take the rest as it is now."""
-        now = self._values_now()
-        for place, value, old in zip(self._places, now, self._values, strict=True):
-            if value is not old and value != old:
+        for place, value, old in zip(self._places, self._values_now(), self._values, strict=True):
+            if not _same(value, old):
                 self.ignored.add((id(place[0]), place[1]))
         self.renew()
 
@@ -68,7 +70,13 @@ class ModelWatch:
 
     def changed(self) -> bool:
         """Return whether a plain attribute or a hook is another."""
-        return self._values_now() != self._values or self._hooks_now() != self._hooked
+        now = self._values_now()
+        if not all(map(operator.is_, now, self._values)):
+            if not all(map(_same, now, self._values)):
+                return True
+        if not all(map(operator.is_, self._forwards_now(), self._forwards)):
+            return True
+        return self._hooks_now() != self._hooked
 
     def _children_now(self) -> list[int]:
         return [id(table.get(name)) for table, name in self._slots]
@@ -76,25 +84,52 @@ class ModelWatch:
     def _hooks_now(self) -> list[int]:
         return [key for hooks in self._hooks for key in hooks]
 
+    def _forwards_now(self) -> list[Any]:
+        """Return modules' own `forward`, but ours."""
+        found = [vars(module).get("forward") for module in self._modules]
+        return [None if one is not None and _is_ours(one) else one for one in found]
+
     def _values_now(self) -> list[Any]:
-        return [container.get(key) for container, key in self._places]
+        # A list may be changed in place, so it is kept as it was.
+        values = [container.get(key) for container, key in self._places]
+        return [tuple(value) if type(value) is list else value for value in values]
 
 
-def _places(attributes: dict[str, Any]) -> Iterator[_Place]:
-    """Yield where plain values are, among a module's attributes and in their dicts."""
+def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
+    """Yield where values are: a module's attributes, and members of its dicts and settings."""
     for name in _plain_names(attributes):
         value = attributes[name]
-        if isinstance(value, _PLAIN):
-            yield attributes, name
-        elif type(value) is dict and len(value) <= _MOST_MEMBERS:
-            yield from ((value, key) for key, one in value.items() if isinstance(one, _PLAIN))
+        if name == "forward":
+            continue  # Of each module, whether it has one or not.
+        yield attributes, name
+        members = value if type(value) is dict else getattr(value, "__dict__", None)
+        if isinstance(value, (Tensor, nn.Module)) or not isinstance(members, dict):
+            continue
+        if id(members) not in seen and len(members) <= _MOST_MEMBERS:
+            seen.add(id(members))  # One configuration serves many modules.
+            yield from ((members, key) for key, one in members.items() if isinstance(one, _PLAIN))
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("pipetransformer.")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are one, or equal plain values, or lists of these."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)) and len(one) == len(other) <= _MOST_MEMBERS:
+        return all(map(_same, one, other))
+    return isinstance(one, _PLAIN) and one == other
 
 
 def _plain_names(attributes: dict[str, Any]) -> list[str]:
     return [name for name in attributes if name not in _REGISTERED]
 
 
-_REGISTERED = frozenset(vars(nn.Module())) | {"forward"}
+_REGISTERED = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -129,7 +164,7 @@ def _without_others_hooks(model: nn.Module) -> Iterator[None]:
     try:
         for hooks in (vars(model)[name] for name in _HOOKS):
             for key, one in list(hooks.items()):
-                if not type(one).__module__.startswith("pipetransformer."):
+                if not _is_ours(one):
                     del hooks[key]
         yield
     finally:

@@ -322,6 +322,7 @@ class RowService:
             )
         if num_frozen == self._num_frozen:
             return
+        self._notice_changes()  # Another depth is watched anew.
         self._num_frozen, depth = num_frozen, self.task.prefix_depth(num_frozen)
         if depth < num_frozen and not self._has_told:
             self._has_told = True

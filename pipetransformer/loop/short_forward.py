@@ -214,11 +214,13 @@ class ShortForward:
         """Tell whether the frozen blocks compute what they did when rows were made."""
         in_use = adapters_in_use(self._with_adapters)
         edited = self._prefix.is_edited() or self.watch.changed()
+        ours = (vars(block).get("forward") for block in self._replaced)
+        edited = edited or not all(isinstance(one, _Forward) for one in ours)
         return in_use == self._adapters and not edited
 
     def refuse_replaced(self) -> None:
         """Raise a ValueError where a module that is frozen, or around the blocks, is another."""
-        if self.depth and self.watch.replaced():
+        if self.depth and (self.watch.replaced() or not self._prefix.is_whole()):
             raise ValueError(
                 "a module of the frozen blocks, or below them, was replaced, and rows were made "
                 "by the one before: close this loop and attach the model anew, or begin another "
