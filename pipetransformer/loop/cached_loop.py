@@ -94,7 +94,7 @@ def _watching(
 
 
 @final
-class Epoch(Iterator[Any]):
+class _Epoch(Iterator[Any]):
     """Give an epoch's batches, once; its length is the loader's."""
 
     def __init__(self, batches: Generator[Any, None, None], loader: DataLoader[Any]) -> None:
@@ -137,7 +137,7 @@ class CachedLoop:
         self._stop_watching()
         self._freezes = lambda _: num_frozen
 
-    def epoch(self, loader: DataLoader[Any]) -> Epoch:
+    def epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Freeze what this epoch freezes, and yield the loader's batches. Collective under DDP.
 
         Batches are as the loader makes them, with the entries that the model and its loss take.
@@ -149,7 +149,7 @@ class CachedLoop:
             ValueError: the loader has no sampler of batches, the model cannot be cut, or it is
                 given images that were not read, but not the batch that was yielded last.
         """
-        return Epoch(self._batches(loader), loader)
+        return _Epoch(self._batches(loader), loader)
 
     def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         rows = self._start(loader)
