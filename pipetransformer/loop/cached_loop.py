@@ -140,14 +140,14 @@ class CachedLoop:
     def epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Freeze what this epoch freezes, and yield the loader's batches. Collective under DDP.
 
-        Batches are as the loader makes them, with the entries that the model and its loss take.
-        Images of samples that hit are not read: they are NaN, but for their first number. A
-        forward that is given anything but the last batch, as it is, runs from its start.
+        Batches are as the loader makes them. Images of samples that hit are not read: a loop may
+        move them, cast them and take some, and give them to the model, whose forward starts above
+        the frozen blocks. A forward that is given anything else runs from its start.
 
         Raises:
             TypeError: the loader is no DataLoader, or another process reads for it.
-            ValueError: the loader has no sampler of batches, the model cannot be cut, or it is
-                given images that were not read, but not the batch that was yielded last.
+            ValueError: the loader has no sampler of batches, the model cannot be cut, or something
+                is computed of images that were not read.
         """
         return _Epoch(self._batches(loader), loader)
 
