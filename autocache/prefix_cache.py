@@ -85,6 +85,14 @@ class CacheStats:
         self.upgrades += len(depths) - hits - misses
         self.misses += misses
 
+    def __add__(self, other: CacheStats) -> CacheStats:
+        return CacheStats(
+            self.hits + other.hits,
+            self.upgrades + other.upgrades,
+            self.misses + other.misses,
+            self.seconds + other.seconds,
+        )
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         start = time.perf_counter()
@@ -204,6 +212,10 @@ class PrefixCache:
             if known is not None:
                 known[samples.row_ids[samples.row_ids < len(known)]] = 1  # Some digest.
             yield ids, bool(writes.any())
+
+    def hits(self, row_ids: Tensor, *, depth: int) -> Tensor:
+        """Return (B,) bool: which rows a fetch reads, unless they prove damaged or changed."""
+        return self._rows.find(row_ids, depth) == depth
 
     def take_stats(self) -> CacheStats:
         """Return the statistics since the last call, and start over."""

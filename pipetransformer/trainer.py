@@ -102,6 +102,9 @@ from pipetransformer.stage import (
     StepResult,
 )
 
+_LOOKS_EVERY = 16
+"""Steps between two looks at what was changed, where nothing of the user's runs between steps."""
+
 
 class Trainer:
     """Train a model on all processes that were started, elastically.
@@ -199,7 +202,7 @@ class Trainer:
         self._events = Events(self, config.callbacks, world=world, timeline=timeline)
         if config.callbacks:
             self._log.listen(self._events.log)
-        self._is_closed = self._has_own_numbers = False
+        self._is_closed = self._has_own_numbers = self._is_fitting = False
         # Results of a pipeline without flushes, which trains several steps at once.
         self._stream = deque[StepResult]()
         # Records of steps whose numbers a GPU still computes: reading them would wait for it.
@@ -227,6 +230,7 @@ class Trainer:
             self._events.tell_of_change(first_change)
             # Once, and not at each step: it copies the states of all generators.
             with self._own_numbers():
+                self._is_fitting = True
                 while not self.is_over:
                     self.step()
             self._note_save(self._state.finish())
@@ -239,6 +243,7 @@ class Trainer:
             self._say_where(error)
             raise
         finally:
+            self._is_fitting = False
             self._log.stop_showing()
             self._give_model_back()
         self._events.tell(Callback.on_train_end, self.report)
@@ -329,7 +334,16 @@ class Trainer:
         rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
         device = self.world.device
         recorder = None if trace is None else trace.recorder(stage.index, device=device)
-        return stage.train_step(coming, rows, next_ids=next_ids, stops=stops, recorder=recorder)
+        return stage.train_step(
+            coming, rows, next_ids=next_ids, stops=stops, looks=self._looks, recorder=recorder
+        )
+
+    @property
+    def _looks(self) -> bool:
+        """Return whether code of the user's may have run since the last step, or a few have."""
+        timeline, is_alone = self._timeline, self._is_fitting and not self.config.callbacks
+        step = timeline.position.step
+        return not is_alone or timeline.at_epoch_start or step < 2 or step % _LOOKS_EVERY == 0
 
     def _next_of_stream(self, stage: AsynchronousStage, *, stops: bool) -> StepResult:
         """Return the coming step's result from a stream, which is trained to the next pause.

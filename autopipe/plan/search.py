@@ -45,6 +45,8 @@ def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     plans: list[PipelinePlan] = []
     fastest_s = near_s = math.inf
     fitting = _fitting(profile, request)
+    # What a step may take decides between lengths alone.
+    has_lengths = len({len(candidate.split) for candidate in fitting}) > 1
     for candidate in sorted(fitting, key=lambda candidate: candidate.least_s):
         # Lower bounds ascend, so all that follow are too slow as well: simulate no more.
         if candidate.least_s > near_s * AS_FAST:
@@ -52,7 +54,7 @@ def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
         plans.append(plan := _plan(candidate))
         if plan.predicted_step_s < fastest_s:
             fastest_s = plan.predicted_step_s
-            low_s, high_s = step_range(profile, request, plan)
+            low_s, high_s = step_range(profile, request, plan) if has_lengths else (0.0, 0.0)
             near_s = fastest_s + max((AS_FAST - 1) * fastest_s, high_s - low_s)
     if not plans:
         least = least_memory_plan(profile, request)

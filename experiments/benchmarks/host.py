@@ -5,8 +5,9 @@ nothing is frozen; two thirds of the blocks are, and rows are stored; all rows a
 does in each is in `measuring/loop_by_hand.py`.
 
 Whole epochs of both take turns in one process, on one thread of computing; work at an epoch's
-start counts. Samples' order, weights and optimizer are the same. All losses are compared before
-any figure is given: they may differ by 1e-4 of themselves. Three clocks give ours over by hand:
+start counts. Samples' order, weights and optimizer are the same. Epochs' losses are compared
+before any figure is given: they may differ by 1e-4 of themselves. Three clocks give ours over by
+hand:
 
     wall      all that passes
     main      CPU time of the main thread
@@ -42,8 +43,7 @@ from experiments.benchmarks.measuring.bars import Bars
 from experiments.benchmarks.measuring.loop_by_hand import ByHand, Case
 from experiments.benchmarks.measuring.narrow_models import CASES
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
-from freeze import FreezeSchedule
-from pipetransformer import Callback, Trainer, attach, named_optimizer
+from pipetransformer import FreezeContext, Trainer, attach, named_optimizer
 
 NUM_STEPS = 24
 """Of an epoch."""
@@ -115,37 +115,44 @@ class Turns:
         self._epoch += 1
 
 
-class EpochWatch(Callback):
-    """Have a Trainer's epochs take turns with those by hand."""
+class EpochWatch:
+    """Freeze a Trainer's blocks, and have its epochs take turns with those by hand.
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    It is a freeze policy, as `fit` does more beside each step where it has callbacks.
+    """
+
+    def __init__(self, frozen: Sequence[int], turns: Turns) -> None:
+        self._frozen, self._turns = frozen, turns
         self.losses: list[float] = []
 
-    def on_train_begin(self, trainer: Any) -> None:
+    def __call__(self, context: FreezeContext) -> int:
+        if context.epoch:
+            self.end(context.loss)
         self._turns.begin()
+        return self._frozen[context.epoch]
 
-    def on_step_end(self, trainer: Any, result: Any) -> None:
-        self.losses.append(result.loss)
-        if trainer.global_step % NUM_STEPS == 0:
-            self._turns.end()
-            self._turns.begin()
+    def end(self, loss: float | None) -> None:
+        """End an epoch; the loss is its mean."""
+        self._turns.end()
+        assert loss is not None
+        self.losses.append(loss)
 
 
 def by_trainer(case: Case, frozen: Sequence[int], turns: Turns) -> tuple[list[float], int]:
-    """Train by the Trainer; return the losses, and how many rows were read."""
-    watch = EpochWatch(turns)
+    """Train by the Trainer; return the epochs' losses, and how many rows were read."""
+    watch = EpochWatch(frozen, turns)
     with Trainer(
-        case.build(), case.items, optimizer=OPTIMIZER, epochs=len(frozen),
-        freeze=FreezeSchedule(tuple(frozen)) if any(frozen) else None,
+        case.build(), case.items, optimizer=OPTIMIZER, epochs=len(frozen), freeze=watch,
         global_batch_size=case.batch_size, evaluate_every_epochs=0, progress=False, device="cpu",
-        callbacks=[watch], **case.settings,
+        **case.settings,
     ) as trainer:  # fmt: skip
-        return watch.losses, trainer.fit().cache_hits
+        report = trainer.fit()
+        watch.end(report.training_loss)
+        return watch.losses, report.cache_hits
 
 
 def by_attach(case: Case, frozen: Sequence[int], turns: Turns) -> tuple[list[float], int]:
-    """Train in a plain loop over rows; return the losses, and how many rows were read."""
+    """Train in a plain loop over rows; return the epochs' losses, and how many rows were read."""
     model, losses, num_hits = case.build().train(), list[Tensor](), 0
     optimizer = OPTIMIZER(list(model.named_parameters()))
     generator = torch.Generator().manual_seed(0)
@@ -163,7 +170,13 @@ def by_attach(case: Case, frozen: Sequence[int], turns: Turns) -> tuple[list[flo
                 losses.append(loss.detach())
             turns.end()
             num_hits += cached.stats.hits
-    return [float(loss) for loss in losses], num_hits
+    return means(losses), num_hits
+
+
+def means(losses: Sequence[Tensor]) -> list[float]:
+    """Return the mean of each epoch's losses."""
+    mean: list[float] = torch.stack([*losses]).view(-1, NUM_STEPS).mean(dim=1).tolist()
+    return mean
 
 
 def loader_order(num: int) -> Callable[[int], Tensor]:
@@ -226,7 +239,7 @@ class Subject:
         by_hand = ByHand(case, OPTIMIZER, order)
         turns = Turns(by_hand, frozen, counted=counted, profiler=profiler)
         losses, num_hits = (by_attach if self.is_attached else by_trainer)(case, frozen, turns)
-        expected = np.array([float(loss) for loss in by_hand.losses])
+        expected = np.array(means(by_hand.losses))
         most = float(np.max(np.abs(losses - expected) / expected))
         if not most <= TOLERANCE:
             raise ResultsDifferError(f"{self.name}: losses differ by {most:.2g} of themselves")

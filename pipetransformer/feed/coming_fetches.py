@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeAlias, TypeVar, final
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 Coming: TypeAlias = Callable[[], Iterable[tuple[int, Tensor]]]
 """Yields the epoch and (B,) samples of every fetch to come, the next one first."""
 
-_MOST_LATER = 8
-"""Fetches ahead in which the cache looks for samples that were cached equally deep."""
+MOST_LATER = 16
+"""Fetches ahead that are known; so many are read at once, and looked through for misses."""
 
 _T = TypeVar("_T")
 
@@ -25,12 +26,16 @@ class Fetch:
 
     Args:
         ids: (B,) int64.
-        later: (N,) int64, the next fetch's first.
+        later: (b,) int64 each, the next fetch's first.
     """
 
     epoch: int
     ids: Tensor
-    later: Tensor
+    later: tuple[Tensor, ...] = ()
+
+    def later_ids(self, most: int) -> Tensor:
+        """Return the samples of at most so many fetches after this one, (N,)."""
+        return torch.cat([self.ids[:0], *self.later[:most]])
 
 
 def with_later(coming: Iterable[tuple[int, Tensor]]) -> Iterator[Fetch]:
@@ -38,12 +43,12 @@ def with_later(coming: Iterable[tuple[int, Tensor]]) -> Iterator[Fetch]:
     window: deque[tuple[int, Tensor]] = deque()
     iterator = iter(coming)
     while True:
-        while len(window) <= _MOST_LATER and (following := next(iterator, None)) is not None:
+        while len(window) < MOST_LATER and (following := next(iterator, None)) is not None:
             window.append(following)
         if not window:
             return
         epoch, ids = window.popleft()
-        yield Fetch(epoch, ids, torch.cat([ids[:0], *(i for e, i in window if e == epoch)]))
+        yield Fetch(epoch, ids, tuple(i for e, i in window if e == epoch))
 
 
 @final
@@ -68,6 +73,11 @@ class Follower(Generic[_T]):
                 return item
         self._coming = None
         return None
+
+    def skip(self, num: int) -> None:
+        """Take some items as having happened."""
+        if self._coming is not None:
+            deque(islice(self._coming, num), maxlen=0)
 
     def forget(self) -> None:
         """Start the forecast anew at the next item."""

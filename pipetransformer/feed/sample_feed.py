@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from pipetransformer.feed.node_store import (
     warn_of_others,
 )
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_all
+from pipetransformer.feed.row_block import RowBlock, hit_together
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
 from pipetransformer.feed.workers import ForeseenSamples, Request
@@ -52,6 +53,11 @@ _LOGGER = logging.getLogger(__name__)
 
 # Fewer bytes than these are read faster than a thread hands them over.
 _LEAST_AHEAD_BYTES = 1 << 20
+# Fetches ahead that may fill a chunk of the prefix, and whose rows a disk is asked for.
+_NUM_LATER = 8
+_IN_MEMORY = Path("/dev/shm")
+_MOST_BLOCK_BYTES = {False: 4 << 20, True: 128 << 20}
+"""What is read at once, in host memory and on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,8 @@ class SampleFeed:
         self._kept: KeptStore | None = None
         # Samples whose rows are on their way from the disk.
         self._expected = torch.empty(0, dtype=torch.int64)
+        self._block: RowBlock | None = None
+        self._may_all_hit, self._stats = True, CacheStats()
 
     def unused_columns(self) -> tuple[str, ...]:
         """Name the entries of the first sample that the model does not take."""
@@ -240,6 +248,7 @@ class SampleFeed:
         # After a transition other ranks may train these samples.
         self._foreseen.forget()
         self._coming.forget()
+        self._block = None
         if self._generation == prefix.generation:
             return
         self._generation = prefix.generation
@@ -274,7 +283,8 @@ class SampleFeed:
 
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call."""
-        return self._cache.take_stats() if self._cache else CacheStats()
+        stats, self._stats = self._stats, CacheStats()
+        return stats + self._cache.take_stats() if self._cache else stats
 
     def close(self) -> None:
         """Unmap the cache, and end the workers."""
@@ -293,42 +303,134 @@ class SampleFeed:
 
     def fetch(self, ids: Tensor, *, epoch: int, keeps: bool) -> Batch:
         """See `Rows.fetch`."""
-        view = self.view(epoch)
-
-        def load(wanted: Tensor) -> Batch:
-            batch = self._foreseen.read(wanted.tolist(), view=view)
-            if self._uses_store:
-                self._rows.refuse_others(batch)
-                self._rows.targets.compare(wanted, batch)
-            return batch
-
         if self._cache is None:
-            return load(ids)
+            return self._load(ids, epoch)
         if self._uses_store:
             # Once an epoch values are compared, too, which reads all weights of the prefix.
             self.prefix.stamp_anew_if_edited(compares_values=epoch != self._epoch)
+            self._may_all_hit |= epoch != self._epoch
             self._epoch = epoch
-            self._prove_others(ids, epoch)
+        batch = self.take_held(ids, epoch=epoch)
+        if batch is not None:
+            return batch
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
-        later = ids[:0] if coming is None else coming.later
-        if self._store is not None and self._uses_store:
-            new = later[~torch.isin(later, self._expected)]
-            self._store.expect(self._row_ids(new, epoch))
-            self._expected = later
-        batch = self._cache.fetch(
+        coming = coming or Fetch(epoch, ids)
+        if (block := self._read_block(coming)) is not None:
+            return self._taken(block, ids, epoch)
+        batch = self._fetch_one(self._cache, coming, keeps=keeps)
+        if self._augment is not None:
+            batch[HIDDEN] = self._augmented(batch, ids, epoch)
+        return batch
+
+    def take_held(self, ids: Tensor, *, epoch: int) -> Batch | None:
+        """Return what was read ahead for a fetch; None where nothing of it is of use."""
+        block, self._block = self._block, None
+        if block is None or not block.fits(ids, epoch, self.prefix.stamps):
+            return None
+        if self._store is None or self._store.is_condemned():
+            return None
+        return self._taken(block, ids, epoch)
+
+    def _taken(self, block: RowBlock, ids: Tensor, epoch: int) -> Batch:
+        batch, stats = block.take()
+        self._block = block if block.has_more else None
+        self._stats += stats
+        if self._augment is not None:
+            batch[HIDDEN] = self._augmented(batch, ids, epoch)
+        return batch
+
+    def _read_block(self, coming: Fetch) -> RowBlock | None:
+        """Read the rows of several fetches at once where that is of use, and they are there."""
+        store, cache, epoch = self._store, self._cache, coming.epoch
+        if store is None or cache is None or not self._uses_store or not self._may_all_hit:
+            return None
+        if self._reads_ahead(store, coming.ids):
+            return None
+        on_gpu = self._world.device.type == "cuda"
+        steps = hit_together(
+            (coming.ids, *coming.later),
+            lambda ids: cache.hits(self._row_ids(ids, epoch), depth=self.prefix.depth),
+            most_rows=_MOST_BLOCK_BYTES[on_gpu] // store.layout.row_bytes,
+        )
+        if len(steps) < 2:
+            return None
+        self._coming.skip(len(steps) - 1)
+        ids, left = torch.cat(steps), cache.take_stats()
+        later = coming.later_ids(len(coming.later))[len(ids) - len(coming.ids) :]
+        self._prove_others(ids, epoch)
+        self._expect(later, epoch)
+        batch = cache.fetch(
             ids,
-            load,
+            partial(self._load_by_steps, steps=steps, epoch=epoch),
+            depth=self.prefix.depth,
+            row_ids=self._row_ids(ids, epoch),
+        )
+        self._settle_before_others(later)
+        self._stats += left
+        return RowBlock(
+            epoch,
+            tuple(self.prefix.stamps),
+            steps,
+            batch,
+            cache.take_stats(),
+            positions=self._rows.content.positions,
+        )
+
+    def _fetch_one(self, cache: PrefixCache, coming: Fetch, *, keeps: bool) -> Batch:
+        """Fetch one step's samples; those to come may be computed with them."""
+        ids, epoch = coming.ids, coming.epoch
+        later = coming.later_ids(_NUM_LATER)
+        if self._uses_store:
+            self._prove_others(ids, epoch)
+            self._expect(later, epoch)
+        before = cache.take_stats()
+        batch = cache.fetch(
+            ids,
+            partial(self._load, epoch=epoch),
             depth=self.prefix.depth,
             row_ids=self._row_ids(ids, epoch),
             keeps=keeps,
             later=self._later(later, epoch),
         )
-        if self._store is not None and self._world.size > 1 and not len(later):
-            # In the next epoch other processes of the node may be given these samples.
-            self._store.settle()
-        if self._augment is not None:
-            batch[HIDDEN] = self._augmented(batch, ids, epoch)
+        found = cache.take_stats()
+        self._stats += before + found
+        self._may_all_hit = found.hits == len(ids)
+        self._settle_before_others(later)
         return batch
+
+    def _settle_before_others(self, later: Tensor) -> None:
+        """Have rows written at an epoch's end: others may be given their samples in the next."""
+        if self._store is not None and self._world.size > 1 and not len(later):
+            self._store.settle()
+
+    def _expect(self, ids: Tensor, epoch: int) -> None:
+        """Have the disk begin to read rows that are asked for later."""
+        if self._store is not None and Path(self._task.config.cache_folder) != _IN_MEMORY:
+            self._store.expect(self._row_ids(ids[~torch.isin(ids, self._expected)], epoch))
+            self._expected = ids
+
+    def _load(self, ids: Tensor, epoch: int) -> Batch:
+        batch = self._foreseen.read(ids.tolist(), view=self.view(epoch))
+        if self._uses_store:
+            self._rows.refuse_others(batch)
+            self._rows.targets.compare(ids, batch)
+        return batch
+
+    def _load_by_steps(self, ids: Tensor, *, steps: Sequence[Tensor], epoch: int) -> Batch:
+        """Load samples of a block; workers have read those of each step together."""
+        if not self._task.config.num_workers:
+            return self._load(ids, epoch)
+        parts, left = [], ids
+        for step in steps:
+            own = torch.isin(left, step)
+            if bool(own.any()):
+                parts.append(self._load(left[own], epoch))
+                left = left[~own]
+        positions = self._rows.content.positions
+        if positions is not None:
+            most = max(part[positions.mask].shape[1] for part in parts)
+            parts = [positions.bring(part, most) for part in parts]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _augmented(self, batch: Batch, ids: Tensor, epoch: int) -> Tensor:
         assert self._augment is not None
@@ -353,9 +455,13 @@ class SampleFeed:
     def _read_ahead(self, ids: Tensor, *, epoch: int) -> None:
         if self._cache is None or self._store is None or not self._uses_store:
             return
-        num_bytes = len(ids) * self._store.layout.row_bytes
-        if num_bytes >= _LEAST_AHEAD_BYTES or self._world.device.type == "cuda":
+        if self._reads_ahead(self._store, ids):
             self._cache.read_ahead(self._row_ids(ids, epoch), depth=self.prefix.depth)
+
+    def _reads_ahead(self, store: ActivationStore, ids: Tensor) -> bool:
+        """Return whether a thread reads rows of so many samples beside a step."""
+        is_slow = len(ids) * store.layout.row_bytes >= _LEAST_AHEAD_BYTES
+        return store.reads_ahead and (is_slow or self._world.device.type == "cuda")
 
     def _row_ids(self, ids: Tensor, epoch: int, *, num_rows: int | None = None) -> Tensor:
         """Return samples' rows; where the store has fewer rows, those that have one are spread."""
@@ -393,7 +499,10 @@ class SampleFeed:
             return
         fetches, behind = itertools.tee(with_later(coming))
         samples = (
-            ((f.ids, self._row_ids(f.ids, f.epoch)), self._later(f.later, f.epoch))
+            (
+                (f.ids, self._row_ids(f.ids, f.epoch)),
+                self._later(f.later_ids(_NUM_LATER), f.epoch),
+            )
             for f in fetches
         )
         foreseen = self._cache.foresee(samples, depth=self.prefix.depth)

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class RunLog:
         self._depth_before = 0
         self._has_frozen, self._num_asked = False, 0
         self._last_asked: tuple[int, str, FreezeContext] | None = None
+        self._described: tuple[Decision, dict[str, int]] | None = None
         self.report = FitReport()
 
     def listen(self, listener: RecordListener) -> None:
@@ -124,8 +126,10 @@ class RunLog:
         self.report.cache_hits += hits
         self.report.cache_misses += misses
         self.report.cache_upgrades += upgrades
-        self.report.cache_spared_s += hits * self._forward_s(decision.num_frozen)
-        self.report.cache_spared_s += upgrades * self._forward_s(self._depth_before)
+        if hits:
+            self.report.cache_spared_s += hits * self._forward_s(decision.num_frozen)
+        if upgrades:
+            self.report.cache_spared_s += upgrades * self._forward_s(self._depth_before)
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
         self._reassign("data", "cache", result.stats.seconds)
@@ -138,31 +142,39 @@ class RunLog:
         self.report.training_loss = self._epoch_loss / max(self._epoch_samples, 1)
         self.report.frozen = shape["frozen"]
         self.report.length, self.report.replicas = shape["length"], shape["replicas"]
-        self._record(
-            "step",
-            clock.step,
-            epoch=clock.epoch,
-            samples=num_samples,
-            learning_rate=clock.learning_rate,
-            loss=result.loss,
-            seconds=result.seconds,
-            **shape,
-            cache_hits=hits,
-            cache_misses=misses,
-            cache_upgrades=upgrades,
-            gradient_norm=result.gradient_norm,
-        )
-        part = f" ({upgrades / (hits + misses):.0%} in part)" if upgrades else ""
-        fields = {
-            "epoch": str(clock.epoch),
+        if self._records is not None:
+            self._records.log(
+                "step",
+                clock.step,
+                epoch=clock.epoch,
+                samples=num_samples,
+                learning_rate=clock.learning_rate,
+                loss=result.loss,
+                seconds=result.seconds,
+                **shape,
+                cache_hits=hits,
+                cache_misses=misses,
+                cache_upgrades=upgrades,
+                gradient_norm=result.gradient_norm,
+            )
+        fields = partial(self._fields, result, shape, clock.epoch, num_samples)
+        self._progress.show(clock.step + 1, clock.max_steps, fields)
+
+    def _fields(
+        self, result: StepResult, shape: Mapping[str, int], epoch: int, num_samples: int
+    ) -> dict[str, str]:
+        """Return what the bar says of a step."""
+        every, upgrades = result.cache_hits + result.cache_misses, result.cache_upgrades
+        part = f" ({upgrades / every:.0%} in part)" if upgrades else ""
+        return {
+            "epoch": str(epoch),
             "loss": f"{result.loss:.3f}",
             "acc": self._accuracy,
             "frozen": str(shape["frozen"]),
             **self._pipeline_fields(shape),
             "samples/s": f"{num_samples / result.seconds:.0f}",
-            "hits": f"{hits / max(hits + misses, 1):.0%}{part}",
+            "hits": f"{result.cache_hits / max(every, 1):.0%}{part}",
         }
-        self._progress.show(clock.step + 1, clock.max_steps, fields)
 
     def change(self, change: Change) -> None:
         """Record a decision and its transition between two steps."""
@@ -297,12 +309,16 @@ class RunLog:
 
     def _shape(self, decision: Decision) -> dict[str, int]:
         """Return the fields of a decision that records share."""
-        return {
-            "frozen": decision.num_frozen,
-            "length": decision.plan.length,
-            "replicas": self._topology(decision).replicas,
-            "micro_batches": decision.plan.num_micro_batches,
-        }
+        # It is the same for many steps.
+        if self._described is None or self._described[0] is not decision:
+            shape = {
+                "frozen": decision.num_frozen,
+                "length": decision.plan.length,
+                "replicas": self._topology(decision).replicas,
+                "micro_batches": decision.plan.num_micro_batches,
+            }
+            self._described = decision, shape
+        return self._described[1]
 
     def _pipeline_fields(self, shape: Mapping[str, int]) -> dict[str, str]:
         """Return the bar's fields of pipelines: none where one process has all layers."""
@@ -332,7 +348,10 @@ class RunLog:
 
     def _transfer_s(self, decision: Decision, num_samples: int) -> float:
         """Estimate this rank's time for receiving messages in a step."""
-        plan, link, topology = decision.plan, self._profile.link, self._topology(decision)
+        plan, link = decision.plan, self._profile.link
+        if plan.length == 1:
+            return 0.0
+        topology = self._topology(decision)
         if topology.is_spare(self._world.rank):
             return 0.0
         stage = topology.stage_of(self._world.rank)

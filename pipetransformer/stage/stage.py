@@ -108,6 +108,7 @@ class Stage:
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self._device_end = self._end_for_device()
         self._unread: tuple[LateNumbers, MicroBatches] | None = None
+        self._has_unseen = False
         self._reducer: GradientReducer | None = None
         self._ties = TiedGradients(task, self._wiring, plan, self.parameters)
         if self._groups.stage is not None and self.parameters:
@@ -168,6 +169,7 @@ class Stage:
         *,
         next_ids: Tensor | None = None,
         stops: bool = False,
+        looks: bool = True,
         recorder: Recorder | None = None,
     ) -> StepResult:
         """Train on one global batch. Collective.
@@ -176,6 +178,8 @@ class Stage:
             rows: gives stage 0 its samples.
             next_ids: the next global batch, where the same stages will train on it.
             stops: whether this rank asks to end the run.
+            looks: whether to look for what was changed or written; else a later step does, or
+                `settle`. One process alone may leave it out.
         Raises:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss has no gradient, or depends on
@@ -184,11 +188,13 @@ class Stage:
                 only GPU a step late, with the weights from before that step.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
-        start, intrusion = time.perf_counter(), self._begin_step()
+        start, looks = time.perf_counter(), looks or self._world.size > 1
+        intrusion = self._begin_step(looks=looks)
         work = self._train_work(coming, rows, next_ids)
         self._bring_samples(work)
         report = self._run(work, recorder)
-        wrong = intrusion or self._watch.find_written()
+        wrong = intrusion or (self._watch.find_written() if looks else "")
+        self._has_unseen = not looks
         spent_s = {
             "compute": report.compute_s,
             "bubble": report.wait_s,
@@ -201,6 +207,14 @@ class Stage:
         return StepResult.of(numbers, sums, work.stats, seconds=seconds, spent_s=spent_s)
 
     def settle(self) -> None:
+        """Look at what steps have left out; wait for the last one's numbers. Raise as they do."""
+        if self._has_unseen:
+            self._has_unseen = False
+            if wrong := self._watch.find_written(trained=False) or self._watch.begin():
+                raise ValueError(wrong)
+        self._read_numbers()
+
+    def _read_numbers(self) -> None:
         """Wait for the last step's numbers; raise as `train_step` where these are not finite."""
         unread, self._unread = self._unread, None
         if unread is not None:
@@ -252,19 +266,19 @@ class Stage:
         self._refuse([found], wrong, first_step=coming.step)
         late = self._device_end.finish(coming.step, work.losses, len(coming.ids))
         self._update(coming, skipped=False)
-        self.settle()
+        self._read_numbers()
         self._unread = late, work.batches
         spent_s["compute"] += time.perf_counter() - start  # The wait is for the GPU.
         return late.numbers, found
 
-    def _begin_step(self) -> str:
+    def _begin_step(self, *, looks: bool = True) -> str:
         """Prepare the modules for a step; say what the user has changed since the last, or ""."""
         # Freed right before the forward, gradients leave their memory to its activations.
         for parameter in self.parameters.values():
             parameter.grad = None
         set_modes(self._modes)
         self.signals.begin_step()
-        return self._watch.begin()
+        return self._watch.begin() if looks else ""
 
     def _train_work(
         self,

@@ -152,10 +152,11 @@ def test_what_is_later_ends_with_the_epoch_and_after_some_fetches() -> None:
     assert [(fetch.epoch, fetch.ids.tolist()) for fetch in fetches] == [
         (epoch, ids.tolist()) for epoch, ids in STEPS
     ]
-    assert fetches[0].later.tolist() == [*range(2, 18)]
-    assert fetches[9].later.tolist() == [20, 21, 22, 23]
-    assert fetches[11].later.tolist() == []
-    assert fetches[12].later.tolist() == [*range(2, 18)]
+    assert fetches[0].later_ids(8).tolist() == [*range(2, 18)]
+    assert len(fetches[0].later) == 11
+    assert fetches[9].later_ids(8).tolist() == [20, 21, 22, 23]
+    assert fetches[11].later_ids(8).tolist() == []
+    assert fetches[12].later_ids(8).tolist() == [*range(2, 18)]
 
 
 def test_fetches_are_followed_and_others_begin_anew() -> None:
@@ -167,7 +168,7 @@ def test_fetches_are_followed_and_others_begin_anew() -> None:
 
     def later(epoch: int, ids: Tensor) -> list[int]:
         fetch = fetches.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
-        return [] if fetch is None else fetch.later.tolist()
+        return [] if fetch is None else fetch.later_ids(8).tolist()
 
     position = 0
     fetches: Follower[Fetch] = Follower(lambda: with_later(to_come()))

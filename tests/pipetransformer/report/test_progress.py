@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def assert_ended(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_bar_of_a_resumed_run_counts_its_own_steps_for_the_rate() -> None:
     progress = Progress(is_shown=True, label="train")
     progress.open(90, 100)
-    progress.show(92, 100, {})
+    progress.show(92, 100, dict)
     drawn = progress._bar.format_dict
     progress.close(is_whole=False)
     text = tqdm.format_meter(**{**drawn, "elapsed": 4.0, "rate": None})
@@ -106,8 +107,8 @@ def shown_by_rank(**settings: Any) -> tuple[str, dict[str, str]]:
     lines: list[str] = []
     fields: dict[str, str] = {}
 
-    def show(self: Any, num_done: int, max_steps: int, own: dict[str, str]) -> None:
-        fields.update(own if self._is_shown else {})
+    def show(self: Any, num_done: int, max_steps: int, own: Callable[[], dict[str, str]]) -> None:
+        fields.update(own() if self._is_shown else {})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipetransformer.report.progress.tqdm.write", lines.append)
