@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -412,5 +413,9 @@ PROGRAM = """
 def test_another_process_finds_the_rows_and_comes_to_the_same_numbers(tmp_path: Path) -> None:
     first = Run(tmp_path)
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    # Rows are named by the number of threads, too, of which these tests have one.
+    own = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env=own
+    )
     assert answer.stdout.strip() == f"{[NUM_SAMPLES, NUM_SAMPLES]} {first.losses}"
