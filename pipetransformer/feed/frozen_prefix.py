@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from operator import attrgetter, contains, getitem
 
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from pipetransformer.feed.kept_origin import settings_of
 from pipetransformer.model import Task, in_mode, modes_of, set_modes
 
 _LOGGER = logging.getLogger(__name__)
+
+_VERSION = attrgetter("_version")
 
 
 class FrozenPrefix:
@@ -37,7 +40,8 @@ class FrozenPrefix:
         self.stamps: list[int] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         # Where the model holds the stamped tensors, and what these were when they were stamped.
-        self._slots: list[tuple[Mapping[str, Tensor | None], str]] = []
+        self._tables: list[Mapping[str, Tensor | None]] = []
+        self._names: list[str] = []
         self._stamped_versions: list[tuple[int, int]] = []
         self._stamped_values, self._compares_values = 0, False
 
@@ -93,7 +97,7 @@ class FrozenPrefix:
 
     def is_whole(self) -> bool:
         """Return whether its tensors are where they were, if other ones."""
-        return all(name in table for table, name in self._slots)
+        return all(map(contains, self._tables, self._names))
 
     def is_edited(self) -> bool:
         """Tell whether its tensors were changed since they were stamped, but not by `.data`."""
@@ -112,11 +116,13 @@ class FrozenPrefix:
         return range(self.task.model.first_active(self.depth) if self.depth else 0)
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(tensor.data_ptr(), tensor._version) for tensor in self._tensors()]
+        tensors = self._tensors()
+        return [*zip(map(Tensor.data_ptr, tensors), map(_VERSION, tensors), strict=True)]
 
     def _tensors(self) -> list[Tensor]:
         # Read from the modules' tables at each fetch: nn.Module.__getattr__ is slow.
-        return [tensor for table, name in self._slots if (tensor := table[name]) is not None]
+        held = map(getitem, self._tables, self._names)
+        return [tensor for tensor in held if tensor is not None]
 
     def _stamp_layers(self) -> None:
         model, dtype = self.task.model, self.task.computes_in
@@ -133,9 +139,10 @@ class FrozenPrefix:
             below = self.stamps[-1] if self.stamps else 0
             self.stamps.append(chain_hash(below, tensors, mode=mode + settings[layer]))
         holders = (model.holder(name) for i in self._sublayers() for name in model.tensors(i))
-        self._slots = [
+        held = [
             (module._parameters if name in module._parameters else module._buffers, name)
             for module, name in holders
         ]
+        self._tables, self._names = [table for table, _ in held], [name for _, name in held]
         self._stamped_versions = self._versions()
         self._stamped_values = fingerprint(self._tensors())

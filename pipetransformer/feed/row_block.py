@@ -47,7 +47,8 @@ class RowBlock:
         self._steps, self._next = steps, 0
         sizes = [len(step) for step in steps]
         parts = {name: entry.split(sizes) for name, entry in batch.items()}
-        self._parts = [{n: part[i] for n, part in parts.items()} for i in range(len(sizes))]
+        # `.data`, so that each counts writes by itself: of one step they are none of another's.
+        self._parts = [{n: part[i].data for n, part in parts.items()} for i in range(len(sizes))]
         self._stats = _shared(stats, sizes)
 
     @property

@@ -87,6 +87,7 @@ class SampleFeed:
         augments: whether `augment_hidden` changes what frozen layers return, as in training.
 
     Attributes:
+        copies: whether a batch stays what it is; else the fetch after the next may change it.
         advice: what to do where samples vary.
     """
 
@@ -100,7 +101,7 @@ class SampleFeed:
         keeps: int = 1,
         augments: bool = False,
     ) -> None:
-        self.prefix = prefix
+        self.prefix, self.copies = prefix, False
         self.advice = (
             "The Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
             "says that none are to be kept, its eval_collate_fn= how evaluations' batches are made"
@@ -310,7 +311,7 @@ class SampleFeed:
             self.prefix.stamp_anew_if_edited(compares_values=epoch != self._epoch)
             self._may_all_hit |= epoch != self._epoch
             self._epoch = epoch
-        batch = self.take_held(ids, epoch=epoch)
+        batch = self._take_block(ids, epoch)
         if batch is not None:
             return batch
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
@@ -322,8 +323,14 @@ class SampleFeed:
             batch[HIDDEN] = self._augmented(batch, ids, epoch)
         return batch
 
-    def take_held(self, ids: Tensor, *, epoch: int) -> Batch | None:
-        """Return what was read ahead for a fetch; None where nothing of it is of use."""
+    def take_read(self, ids: Tensor, *, epoch: int) -> Batch | None:
+        """Return what an earlier fetch has read for this one; None for nothing of use."""
+        if self._block is None:
+            return None
+        self.prefix.stamp_anew_if_edited()
+        return self._take_block(ids, epoch)
+
+    def _take_block(self, ids: Tensor, epoch: int) -> Batch | None:
         block, self._block = self._block, None
         if block is None or not block.fits(ids, epoch, self.prefix.stamps):
             return None
@@ -365,6 +372,7 @@ class SampleFeed:
             depth=self.prefix.depth,
             row_ids=self._row_ids(ids, epoch),
         )
+        batch = self._copied(batch)
         self._settle_before_others(later)
         self._stats += left
         return RowBlock(
@@ -392,11 +400,15 @@ class SampleFeed:
             keeps=keeps,
             later=self._later(later, epoch),
         )
+        batch = self._copied(batch)
         found = cache.take_stats()
         self._stats += before + found
         self._may_all_hit = found.hits == len(ids)
         self._settle_before_others(later)
         return batch
+
+    def _copied(self, batch: Batch) -> Batch:
+        return {n: entry.clone() for n, entry in batch.items()} if self.copies else batch
 
     def _settle_before_others(self, later: Tensor) -> None:
         """Have rows written at an epoch's end: others may be given their samples in the next."""

@@ -12,6 +12,7 @@ they are kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, final
 
 import numpy as np
@@ -23,6 +24,7 @@ from autocache import fingerprint
 
 _TARGETS = ("targets", "labels", "samples")
 _MOST_ITEMS = 100_000
+_VERSION = attrgetter("_version")
 
 
 @final
@@ -45,29 +47,40 @@ class DataWatch:
     def _stamp_now(self) -> list[Any]:
         return [_stamp(value) for value in self._held()]
 
-    def _held(self) -> Iterator[Tensor | np.ndarray]:
-        """Yield what holds samples."""
+    def _held(self) -> Iterator[Tensor | np.ndarray | list[Tensor]]:
+        """Yield what holds samples, or all that are samples' own."""
         dataset = self._dataset
         while type(dataset) is Subset:
             dataset = dataset.dataset
         if isinstance(dataset, TensorDataset):
             yield from (t for i, t in enumerate(dataset.tensors) if str(i) in self._inputs)
         elif type(dataset) in (list, tuple):
-            for item in dataset[:_MOST_ITEMS]:
-                named = item.items() if isinstance(item, Mapping) else _placed(item)
-                yield from (v for n, v in named if n in self._inputs and isinstance(v, Tensor))
+            items = dataset[:_MOST_ITEMS]
+            for name in self._inputs:
+                if all(type(item) is dict for item in items):
+                    values = [item.get(name) for item in items]
+                else:
+                    values = [_named(item).get(name) for item in items]
+                yield [value for value in values if isinstance(value, Tensor)]
         else:
             for name, value in getattr(dataset, "__dict__", {}).items():
                 if name not in _TARGETS and isinstance(value, (Tensor, np.ndarray)):
                     yield value
 
 
-def _placed(item: Any) -> list[tuple[str, Any]]:
+def _named(item: Any) -> Mapping[str, Any]:
+    if isinstance(item, Mapping):
+        return item
     several = item if isinstance(item, (tuple, list)) else [item]
-    return [(str(place), value) for place, value in enumerate(several)]
+    return {str(place): value for place, value in enumerate(several)}
 
 
-def _stamp(value: Tensor | np.ndarray) -> Any:
+def _stamp(value: Tensor | np.ndarray | list[Tensor]) -> Any:
+    if isinstance(value, list):
+        try:
+            return [*map(id, value)], [*map(_VERSION, value)]
+        except RuntimeError:  # One was made for inference, and counts no writes.
+            return [*map(_stamp, value)]
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
     # A file that is mapped is read from the disk; objects have no values of their own.

@@ -6,8 +6,9 @@ Tensors are not looked at here: their versions tell.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain, repeat
 from typing import Any, final
 
 import torch
@@ -21,7 +22,7 @@ from pipetransformer.loop.randomness import generators_kept
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _MOST_MEMBERS = 256
 """Of a list or a dict, such as the scales of a module's adapters; a larger one is data."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 _Place = tuple[Any, Any]
 """A container, and a key of it."""
@@ -37,62 +38,96 @@ class ModelWatch:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(dict.fromkeys(modules))
+        self._attributes = [vars(module) for module in self._modules]
         own = set(self._modules)
-        self._slots = [
+        slots = [
             (table, name)
-            for table in (vars(module)["_modules"] for module in self._modules)
+            for table in (attributes["_modules"] for attributes in self._attributes)
             for name, child in table.items()
             if child in own
         ]
-        self._hooks = [vars(module)[name] for module in self._modules for name in _HOOKS]
+        self._tables, self._names = [t for t, _ in slots], [name for _, name in slots]
+        self._hooks = [attributes[name] for attributes in self._attributes for name in HOOKS]
         self.ignored: set[tuple[int, Any]] = set()
         self.renew()
 
     def renew(self) -> None:
         """Take what is there now for what should be there."""
         seen: set[int] = set()
-        places = [p for module in self._modules for p in _places(vars(module), seen)]
-        self._places = [p for p in places if (id(p[0]), p[1]) not in self.ignored]
-        self._values = self._values_now()
+        keys: dict[int, list[Any]] = {}
+        containers: dict[int, dict[Any, Any]] = {}
+        for attributes in self._attributes:
+            for container, key in _places(attributes, seen):
+                if (id(container), key) not in self.ignored:
+                    containers[id(container)] = container
+                    keys.setdefault(id(container), []).append(key)
+        self._containers = [*containers.values()]
+        self._keys = [*keys.values()]
+        # One key more, as of a single one no tuple would come.
+        self._getters = [operator.itemgetter(*own, own[0]) for own in self._keys]
+        self._values = values = self._values_now()
+        # A list may be changed in place, so it is kept as it was.
+        self._lists = [
+            one for own in values for one in own
+            if type(one) is list and len(one) <= _MOST_MEMBERS
+        ]  # fmt: skip
+        self._listed = [*map(tuple, self._lists)]
         self._children, self._hooked = self._children_now(), self._hooks_now()
         self._forwards = self._forwards_now()
 
     def ignore_changes(self) -> None:
         """Watch no more what has changed by itself, and take the rest as it is now."""
-        for place, value, old in zip(self._places, self._values_now(), self._values, strict=True):
-            if not _same(value, old):
-                self.ignored.add((id(place[0]), place[1]))
+        was = dict(zip(map(id, self._lists), self._listed, strict=True))
+        for container, keys, old in zip(self._containers, self._keys, self._values, strict=True):
+            for key, before in zip(keys, old, strict=False):
+                now = container.get(key)
+                before = was.get(id(before), before) if type(before) is list else before
+                if not _same(tuple(now) if type(now) is list else now, before):
+                    self.ignored.add((id(container), key))
         self.renew()
 
     def replaced(self) -> bool:
         """Return whether a module has taken another one's place."""
-        return self._children_now() != self._children
+        return not all(map(operator.is_, self._children_now(), self._children))
 
     def changed(self) -> bool:
         """Return whether a plain attribute or a hook is another."""
-        now = self._values_now()
-        if not all(map(operator.is_, now, self._values)):
-            if not all(map(_same, now, self._values)):
-                return True
-        if not all(map(operator.is_, self._forwards_now(), self._forwards)):
+        if not all(map(_same, map(tuple, self._lists), self._listed)):
             return True
-        return self._hooks_now() != self._hooked
+        if self._hooks_now() != self._hooked:
+            return True
+        try:
+            now = self._values_now()
+        except KeyError:  # One was deleted.
+            return True
+        for own, before in zip(now, self._values, strict=True):
+            # Most are the same objects, which is quickly seen.
+            if not all(map(operator.is_, own, before)) and not all(map(_same, own, before)):
+                return True
+        return self._has_other_forwards()
 
-    def _children_now(self) -> list[int]:
-        return [id(table.get(name)) for table, name in self._slots]
+    def _has_other_forwards(self) -> bool:
+        now = self._forwards_now()
+        if all(map(operator.is_, now, self._forwards)):
+            return False
+        if not all(map(operator.is_, map(_but_ours, now), map(_but_ours, self._forwards))):
+            return True
+        self._forwards = now
+        return False
+
+    def _children_now(self) -> list[Any]:
+        return [*map(dict.get, self._tables, self._names)]
 
     def _hooks_now(self) -> list[int]:
-        return [key for hooks in self._hooks for key in hooks]
+        return [*chain.from_iterable(self._hooks)]
 
     def _forwards_now(self) -> list[Any]:
-        """Return modules' own `forward`, but ours."""
-        found = [vars(module).get("forward") for module in self._modules]
-        return [None if one is not None and _is_ours(one) else one for one in found]
+        """Return modules' own `forward`."""
+        return [*map(dict.get, self._attributes, repeat("forward"))]
 
-    def _values_now(self) -> list[Any]:
-        # A list may be changed in place, so it is kept as it was.
-        values = [container.get(key) for container, key in self._places]
-        return [tuple(value) if type(value) is list else value for value in values]
+    def _values_now(self) -> list[tuple[Any, ...]]:
+        pairs = zip(self._getters, self._containers, strict=True)
+        return [getter(container) for getter, container in pairs]
 
 
 def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
@@ -110,8 +145,17 @@ def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
             yield from ((members, key) for key, one in members.items() if isinstance(one, _PLAIN))
 
 
+def _but_ours(forward: Any) -> Any:
+    return None if forward is not None and _is_ours(forward) else forward
+
+
 def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("pipetransformer.")
+    return type(value).__module__.startswith(("pipetransformer.", "freeze."))
+
+
+def hold_others(hooks: Iterable[Mapping[int, Any]]) -> bool:
+    """Return whether modules' hooks are not all ours."""
+    return not all(_is_ours(hook) for own in hooks for hook in own.values())
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -160,9 +204,9 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
 @contextmanager
 def _without_others_hooks(model: nn.Module) -> Iterator[None]:
     """Have a model's own hooks see nothing of looks, but ours; they act on all forwards alike."""
-    kept = {name: dict(vars(model)[name]) for name in _HOOKS}
+    kept = {name: dict(vars(model)[name]) for name in HOOKS}
     try:
-        for hooks in (vars(model)[name] for name in _HOOKS):
+        for hooks in (vars(model)[name] for name in HOOKS):
             for key, one in list(hooks.items()):
                 if not _is_ours(one):
                     del hooks[key]

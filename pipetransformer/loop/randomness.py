@@ -67,9 +67,9 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 def _states(device: torch.device) -> list[Any]:
     """Return where the generators are that models draw from."""
-    on_gpu = [torch.cuda.get_rng_state(device).tolist()] if device.type == "cuda" else []
-    plain = np.random.get_state()
-    return [torch.get_rng_state().tolist(), on_gpu, random.getstate(), str(plain)]
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    found = [torch.get_rng_state(), *on_gpu, random.getstate(), np.random.get_state()]
+    return [*map(_comparable, found)]
 
 
 def _own_states(owners: tuple[object, ...]) -> list[Callable[[], Any]]:
@@ -79,8 +79,20 @@ def _own_states(owners: tuple[object, ...]) -> list[Callable[[], Any]]:
 
 def _state(generator: Any) -> Any:
     """Return a generator's state, to be compared."""
-    raw = _raw(generator)
-    return raw.tolist() if isinstance(raw, Tensor) else str(raw)
+    return _comparable(_raw(generator))
+
+
+def _comparable(state: Any) -> Any:
+    """Return a generator's state with its arrays as bytes: their texts take a millisecond."""
+    if isinstance(state, Tensor):
+        state = state.numpy()
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    if type(state) is tuple and any(isinstance(value, np.ndarray) for value in state):
+        return tuple(map(_comparable, state))
+    return state
 
 
 def _raw(generator: Any) -> Any:

@@ -46,6 +46,7 @@ class RowProbe:
     Args:
         samples: of the data set.
         short: runs the model's own forward on samples' entries, from their rows.
+        leave_out: says whether `short` leaves out what lies below the blocks.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class RowProbe:
     watch: ModelWatch
     device: torch.device
     short: Callable[[Batch, Tensor, Mapping[str, Tensor]], Any]
+    leave_out: Callable[[bool], None]
 
     def why_not(self, depth: int) -> str:
         """Return why rows of so many blocks would be wrong; "" where nothing was found."""
@@ -73,9 +75,9 @@ class RowProbe:
         entries, targets = self._split(together)
         with torch.no_grad():
             hidden, answers = self._run(entries, depth)
-        self._look_at_training(entries, targets, hidden, depth)
+        may_leave_out = self._look_at_training(entries, targets, hidden, depth)
         self._look_at_mates(ids, entries, hidden, answers, depth)
-        self._look_from_rows(entries, hidden, targets)
+        self._look_from_rows(entries, hidden, targets, may_leave_out=may_leave_out)
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         return differ(one, other, self.task.computes_in)
@@ -95,33 +97,39 @@ class RowProbe:
 
     def _look_at_training(
         self, entries: Batch, targets: Batch, hidden: Tensor, depth: int
-    ) -> None:
-        blocks = self.partial.row.blocks[:depth]
+    ) -> bool:
+        """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
+        blocks, entrance = self.partial.row.blocks[:depth], self.partial.row.entrance
         with torch.enable_grad():
             trained, _ = self._run(entries, depth, training=True)
         self.watch.ignore_changes()
         if learned := _learned(trained, len(hidden)):
             raise _Finding(f"{learned} takes part in what they return, and goes on learning")
-        had = [_noted(block) for block in blocks]
-        others = {n: t.flip(0) for n, t in {**entries, **targets}.items()}
+        watched = [*blocks, *([] if entrance is None else [entrance])]
+        had = [_noted(module) for module in watched]
+        # Other samples of the same shapes: a sum over a batch is the same in any order.
+        order = torch.tensor([1, 0, *range(len(hidden) - 2)], device=hidden.device)
+        others = {n: t[order.to(t.device)] for n, t in {**entries, **targets}.items()}
         with torch.no_grad():
             again, _ = self._run(others, depth, training=True)
-            again = again.flip(0)
-            if targets and self._differ(again, hidden):
-                again, _ = self._run(entries, depth, training=True)
-                if not self._differ(again, hidden):
+            if targets and self._differ(again, hidden[order]):
+                again, _ = self._run({n: others[n] for n in entries}, depth, training=True)
+                if not self._differ(again, hidden[order]):
                     raise _Finding(f"what they return depends on {sorted(targets)}")
-        if self._differ(trained.detach(), hidden) or self._differ(again, hidden):
+        if self._differ(trained.detach(), hidden) or self._differ(again, hidden[order]):
             raise _Finding(
                 "in training the model does something below them, or between them, that it does "
                 "not do in evaluation (noise, statistics of a batch, a factor)"
             )
-        for index, (before, block) in enumerate(zip(had, blocks, strict=True)):
-            if name := _what_changed(before, _noted(block)):
+        for index, (before, module) in enumerate(zip(had, watched, strict=True)):
+            if name := _what_changed(before, _noted(module)):
+                if index == len(blocks):
+                    return False
                 raise _Finding(
                     f"block {index} keeps {name!r} of each batch, which the loop or the model may "
                     "read, and would not find where rows are read"
                 )
+        return entrance is not None
 
     def _look_at_mates(
         self, ids: Sequence[int], entries: Batch, hidden: Tensor, answers: list[Any], depth: int
@@ -146,39 +154,49 @@ class RowProbe:
                     "beside its hidden state a block returns a number that depends on the sample"
                 )
 
-    def _look_from_rows(self, entries: Batch, hidden: Tensor, targets: Batch) -> None:
+    def _look_from_rows(
+        self, entries: Batch, hidden: Tensor, targets: Batch, *, may_leave_out: bool
+    ) -> None:
         """Compare all that the model returns, and keeps, with rows and without."""
-        model = self.task.model.model
         given = {name: entry.to(self.device) for name, entry in entries.items()}
-        found: list[list[Tensor]] = []
-        for run in (
-            lambda: self.partial.whole({**given, **targets}),
-            lambda: self.short(entries, hidden, targets),
+        try:
+            own = self._run_whole(lambda: self.partial.whole({**given, **targets}))
+        except Exception:  # Any: it cannot be run on these entries alone.
+            self.leave_out(False)
+            return
+        for leaves_out in (True, False)[not may_leave_out :]:
+            self.leave_out(leaves_out)
+            why = self._differs_from(own, lambda: self.short(entries, hidden, targets))
+            if not why:
+                return
+        raise _Finding(why)
+
+    def _differs_from(self, own: list[Tensor], run: Callable[[], Any]) -> str:
+        """Say why a run from rows is not the model's own, or "" where it is."""
+        try:
+            short = self._run_whole(run)
+        except Exception as error:  # Any: it is the model's own.
+            return f"without what they return beside the hidden state the model fails: {error!r}"
+        if len(own) == len(short) and not any(map(self._differ, short, own)):
+            return ""
+        return (
+            "from rows the model returns, or keeps in its buffers, something else than when they "
+            "run"
+        )
+
+    def _run_whole(self, run: Callable[[], Any]) -> list[Tensor]:
+        """Return all tensors that the model returns, and keeps, in training."""
+        model = self.task.model.model
+        with (
+            left_alone(model, self.device),
+            torch.no_grad(),
+            whole_in_mode(model, training=True),
+            self.task.computing(self.device),
         ):
-            with (
-                left_alone(model, self.device),
-                torch.no_grad(),
-                whole_in_mode(model, training=True),
-                self.task.computing(self.device),
-            ):
-                torch.manual_seed(0)
-                try:
-                    leaves = _tensors_in(run())
-                    self.watch.ignore_changes()
-                except Exception as error:  # Any: it is the model's own.
-                    if not found:
-                        return  # It cannot be run on these entries alone.
-                    raise _Finding(
-                        f"without what they return beside the hidden state the model fails: "
-                        f"{error!r}"
-                    ) from error
-                found.append([*leaves, *(t.clone() for _, t in model.named_buffers())])
-        own, short = found
-        if len(own) != len(short) or any(map(self._differ, short, own)):
-            raise _Finding(
-                "from rows the model returns, or keeps in its buffers, something else than when "
-                "they run"
-            )
+            torch.manual_seed(0)
+            leaves = _tensors_in(run())
+            self.watch.ignore_changes()
+            return [*leaves, *(t.clone() for _, t in model.named_buffers())]
 
 
 def _plain_leaves(answer: Any) -> list[Any]:

@@ -185,6 +185,7 @@ class RowService:
             keeps=config.cache_views or 1,
             augments=True,
         )
+        self.feed.copies = True  # A loop may keep its batches.
         self.feed.advice = _IF_RANDOM
         with own_random_numbers(self.device):
             self.feed.look_for_randomness()
@@ -369,7 +370,13 @@ class RowService:
         self.forward.watch = watch = ModelWatch(self._watched(depth))
         self.forward.set_depth(depth)
         probe = RowProbe(
-            self.task, self.feed.samples, self._partial, watch, self.device, self._from_rows
+            self.task,
+            self.feed.samples,
+            self._partial,
+            watch,
+            self.device,
+            short=self._from_rows,
+            leave_out=self.forward.leave_out,
         )
         base = self._base
         try:
@@ -503,11 +510,14 @@ class RowService:
             return self.feed.samples.collated(indices, view=self.feed.view(epoch))
 
     def _fetch(self, ids: Tensor, epoch: int) -> dict[str, Tensor]:
-        self._notice_changes()
-        with own_random_numbers(self.device), torch.inference_mode(False):
-            batch = self.feed.fetch(ids, epoch=epoch, keeps=True)
-            # The cache reads into the same memory again, but a loop may keep its batches.
-            return {name: entry.clone() for name, entry in batch.items()}
+        with torch.inference_mode(False):
+            # Rows of a model that was changed are not used, as the forward finds.
+            batch = self.feed.take_read(ids, epoch=epoch)
+            if batch is None:
+                self._notice_changes()
+                with own_random_numbers(self.device):
+                    batch = self.feed.fetch(ids, epoch=epoch, keeps=True)
+        return batch
 
     def _notice_changes(self) -> None:
         """Use no row that was made before the user has changed the model by hand."""

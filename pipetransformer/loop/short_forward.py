@@ -1,8 +1,11 @@
 """Have a model's own forward start above its frozen blocks.
 
-    block                 0           ...    depth - 1            depth
-    with rows             hands on       returns the rows         runs
-    without               runs           runs                     runs
+                 entrance            block 0     ...    depth - 1           depth
+    with rows    returns the rows    hands on           returns the rows    runs
+    without      runs                runs               runs                runs
+
+The entrance is the module below the blocks, if there is one, whose answer the first block takes,
+such as embeddings. It is left out where the model was seen to return the same without it.
 
 A hook on the model looks at what each forward is given: entries of a batch say themselves which
 rows are theirs. They reach the model as plain tensors. In the place of an entry that was not read
@@ -15,7 +18,7 @@ and the rest of the model are called as ever. Copies and pickles of the model ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +32,13 @@ from torch.utils.hooks import RemovableHandle
 from pipetransformer.feed import FrozenPrefix
 from pipetransformer.loop.batch_entry import BatchEntry, Mark, plain
 from pipetransformer.loop.forward_call import ForwardCall, LoopCall, RowBatch, holds_entries
-from pipetransformer.loop.model_watch import ModelWatch
+from pipetransformer.loop.model_watch import HOOKS, ModelWatch, hold_others
 from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
 
 _LOGGER = logging.getLogger(__name__)
+
+_WRITTEN = -1
+"""The depth of rows that something above the blocks has written into."""
 
 
 @final
@@ -51,6 +57,7 @@ class ShortForward:
         is_confirmed: whether a forward was given what was expected, or has said what it is given.
         num_served: forwards that rows were used in.
         is_awaited: whether a loop is within an epoch whose batches have rows.
+        leaves_out: whether the entrance is left out, too.
     """
 
     def __init__(
@@ -67,9 +74,10 @@ class ShortForward:
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
         self._call = ForwardCall(self._task.model.model, call)
-        self.is_awaited, self.num_served = False, 0
-        # Rows that this forward may use: known from its start to its end.
+        self.is_awaited, self.num_served, self.leaves_out = False, 0, False
+        # Rows that this forward may use, known from its start to its end, and whose they are.
         self._rows: Tensor | None = None
+        self._version, self._batches = 0, list[RowBatch]()
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
         self._frozen: dict[str, Tensor] = {}
@@ -100,6 +108,14 @@ class ShortForward:
             served = torch.compiler.disable(partial(self._forward, index, block.forward))
             block.forward = _Forward(block, own, served)
             self._replaced.append(block)
+        entrance = self._row.entrance
+        if depth and entrance is not None and entrance not in self._row.called_above:
+            parts = [vars(part) for part in entrance.modules() if part is not entrance]
+            hooks = [part[name] for part in parts for name in HOOKS]
+            own = vars(entrance).get("forward")
+            served = torch.compiler.disable(partial(self._enter, hooks, entrance.forward))
+            entrance.forward = _Forward(entrance, own, served)
+            self._replaced.append(entrance)
         model = self._task.model
         self._frozen = {
             name: model.tensor(name)
@@ -121,6 +137,10 @@ class ShortForward:
                 block.forward = replacement.own
         self._replaced.clear()
         self._rows, self.depth = None, 0
+
+    def leave_out(self, leaves_out: bool) -> None:
+        """Leave out the entrance from now on, or have it run."""
+        self.leaves_out = leaves_out
 
     def close(self) -> None:
         """Let the model run as it did."""
@@ -153,6 +173,8 @@ class ShortForward:
             self._tell_once(model)
         else:
             self.num_served += 1
+            self._version = self._rows._version
+            self._batches = [*mark.batches.values()] if mark is not None else []
         plainly: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             BatchEntry, self._plain, (args, kwargs)
         )
@@ -208,6 +230,9 @@ class ShortForward:
         return torch.stack(rows).to(entry.device, entry.dtype)
 
     def _end(self, *_: object) -> None:
+        if self._rows is not None and self._rows._version != self._version:
+            for batch in self._batches:  # The next forward of them needs what was read.
+                batch.depth = _WRITTEN
         self._rows = None
 
     def _is_as_it_was(self) -> bool:
@@ -253,6 +278,17 @@ class ShortForward:
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.
             rows = rows.detach().requires_grad_()
         return call.answered(rows)
+
+    def _enter(
+        self, hooks: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # A hook on a part of it would miss its call.
+        if self._rows is None or not self.leaves_out or hold_others(hooks):
+            return run(*args, **kwargs)
+        rows = self._rows.detach()  # A hook may have it need a gradient, as peft's does.
+        rows = rows.transpose(0, 1) if self._row.samples_at else rows
+        needs = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+        return rows.requires_grad_(needs and torch.is_grad_enabled())
 
     def _refuse_other_autocast(self, kind: str) -> None:
         due = self._task.computes_in

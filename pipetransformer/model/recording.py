@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -92,6 +92,7 @@ class Row:
             learned position bias.
         called_below, called_above: modules outside of blocks that are called there.
         samples_at: the hidden state's dimension of samples: 0, or 1 as in XLNet.
+        entrance: the module outside of blocks that returns what the first one is given, if any.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Row:
     called_below: frozenset[nn.Module]
     called_above: frozenset[nn.Module]
     samples_at: int
+    entrance: nn.Module | None
 
 
 def find_rows(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[Row]:
@@ -230,6 +232,8 @@ class _Record:
         # For each stretch between two blocks' ends: what was read and called in it.
         self.read: list[set[str]] = [set()]
         self.called: list[set[nn.Module]] = [set()]
+        # By the tensors that modules return below the first block: the outermost returns last.
+        self.returned_by: dict[int, nn.Module] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -238,6 +242,7 @@ class _Record:
                 for handle in self._hooks(index, block):
                     stack.callback(handle.remove)
             stack.callback(register_module_forward_pre_hook(self._note_module).remove)
+            stack.callback(register_module_forward_hook(self._note_answer).remove)
             stack.enter_context(_Reads(self._note_read))
             yield
 
@@ -260,6 +265,10 @@ class _Record:
     def _note_module(self, module: nn.Module, _args: object) -> None:
         if module in self.outside:
             self.called[-1].add(module)
+
+    def _note_answer(self, module: nn.Module, _args: object, answer: object) -> None:
+        if module in self.outside and not self.calls and isinstance(answer, Tensor):
+            self.returned_by[id(answer)] = module
 
     def _note_read(self, identity: int) -> None:
         # Blocks read tensors of others only where these are handed to them.
@@ -293,6 +302,7 @@ class _Record:
             frozenset().union(*self.called[:-1]),
             frozenset(self.called[-1]),
             samples_at,
+            self.returned_by.get(id(hidden)),
         )
 
     def _chain(self) -> tuple[BlockCall, ...]:
