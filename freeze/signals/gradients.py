@@ -54,6 +54,8 @@ class GradientSignals:
             large = [[p] for p in counted if not self._on_cpu or p.numel() > _SMALL]
             parts.append([small, *large] if small else large)
         self._parts = [part for own in parts for part in own]
+        # Where a CPU reads all small gradients in one call, the parts that it consists of.
+        self._joined = [i for i, part in enumerate(self._parts) if part[0].numel() <= _SMALL]
         self.part_names = [n for n, own in zip(self._names, parts, strict=True) for _ in own]
         self._kinds = ("squared_sums", "absolute_sums")[: 1 + absolute]
         measures: list[Measure] = [_square, _AbsoluteSum()]
@@ -138,16 +140,27 @@ class GradientSignals:
             return self._once[:0]
         if not self._on_cpu:
             return self._measure_at_once()
+        gradients = [[g for p in part if (g := p.grad) is not None] for part in self._parts]
+        together = iter(self._flat(gradients))
         rows = []
-        for part in self._parts:
-            gradients = [g for p in part if (g := p.grad) is not None]
-            if not gradients:
+        for index, own in enumerate(gradients):
+            flat = next(together) if index in self._joined else None
+            if not own:
                 rows.append([self._nothing] * len(self._kinds))
                 continue
-            # One call: to reshape each takes longer than to read it.
-            rows.append(_measured(_flatten_dense_tensors(gradients), self._measures))
+            rows.append(_measured(own[0].reshape(-1) if flat is None else flat, self._measures))
         columns = zip(*rows, strict=True)
         return torch.stack([torch.stack(column).double() for column in columns], dim=1)
+
+    def _flat(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return the small gradients of each part that has some, flat, (n,) each."""
+        small = [gradients[index] for index in self._joined]
+        every = [gradient for own in small for gradient in own]
+        if not every:
+            return [self._nothing] * len(small)
+        # One call for all: to reshape each takes longer than to read it.
+        sizes = [sum(map(Tensor.numel, own)) for own in small]
+        return _flatten_dense_tensors(every).split(sizes)
 
     def _measure_at_once(self) -> Tensor:
         """Measure all gradients in a few launches, which take a GPU longer than reading does."""

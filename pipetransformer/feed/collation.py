@@ -65,6 +65,8 @@ class Collation:
                 tensor, shapes are unequal, or the function fails or returns something else.
         """
         if self.function is None:
+            if (columns := self._columns(items)) is not None:
+                return {name: stack(values, name, ids) for name, values in columns.items()}
             entries = [self._named(item) for item in items]
             return {
                 name: stack([item.get(name) for item in entries], name, ids)
@@ -87,6 +89,26 @@ class Collation:
         return {
             name: _checked(value, name, len(ids)) for name, value in self._named(collated).items()
         }
+
+    def _columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        """Return the values of each entry, where all items are dicts of the same names.
+
+        Returns:
+            None where an item must be looked at by itself.
+        """
+        names = items[0].keys() if type(items[0]) is dict else ()
+        if not names or not all(type(item) is dict and item.keys() == names for item in items):
+            return None
+        found = {}
+        for name in dict.fromkeys((*self.names, *self.unseen)):
+            own = [n for n in names_for(name) if n in names]
+            values = [item[own[0]] for item in items] if len(own) == 1 else []
+            if len(own) > 1 or any(value is None for value in values):
+                return None
+            if values:
+                found[name] = values
+        is_whole = found.keys() >= {*self.required} and not found.keys() & {*self.unseen}
+        return found if is_whole else None
 
     def _known(self) -> set[str]:
         labels = _LABELS if set(_LABELS) & set(self.names) else ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,11 +15,13 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from autodp import mix_seed
 from pipetransformer.feed.collation import Batch, Collation
-from pipetransformer.feed.random_numbers import seed_all
+from pipetransformer.feed.random_numbers import has_drawn, run_seeded, watch_draws
 
 _MOST_PROBED = 16
-_CPU = torch.device("cpu")
+_NUM_LOOKED_AT, _NEVER = 32, 1 << 60
+"""Samples that each are looked at for draws; where none draws, those behind them together."""
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
+_T = TypeVar("_T")
 
 
 class SampleError(ValueError):
@@ -56,13 +59,14 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"{name} is empty; give at least one sample")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Samples:
     """Read a dataset's samples as a model takes them; the same in every process."""
 
     dataset: SizedDataset
     collation: Collation
     seed: int
+    _num_plain: int = field(default=0, init=False)
 
     def read(self, ids: Sequence[int], *, view: int) -> Batch:
         """Read and collate samples.
@@ -84,12 +88,30 @@ class Samples:
             # It draws no random numbers, so one call may read all: 0.7 ms less for 32 samples.
             index = torch.tensor(ids)
             return {n: t[index].cpu() for n, t in zip(names, dataset.tensors, strict=True)}
-        return collation.collate(self._items(ids, view), ids)
+        return self._read(partial(collation.collate, ids=ids), ids, view)
 
     def collated(self, ids: Sequence[int], *, view: int) -> Any:
         """Read samples, and return the batch as the collation's function makes it."""
-        items = self._items(ids, view)
-        return (self.collation.function or default_collate)(items)
+        return self._read(self.collation.function or default_collate, ids, view)
+
+    def _read(self, collate: Callable[[list[Any]], _T], ids: Sequence[int], view: int) -> _T:
+        """Read samples, and collate them, each under a seed of its own where any draws."""
+        if self._num_plain >= _NUM_LOOKED_AT:
+            # To seed for each sample takes longer than to read many a one.
+            watch_draws()
+            batch = collate([self._item(index) for index in ids])
+            if not has_drawn():
+                return batch
+        items = []
+        for index in ids:
+            item, draws = run_seeded(partial(self._item, index), mix_seed(self.seed, view, index))
+            items.append(item)
+            self._num_plain = -_NEVER if draws else self._num_plain + 1
+        if self.collation.function is None:
+            return collate(items)
+        batch, draws = run_seeded(partial(collate, items), mix_seed(self.seed, view, *ids))
+        self._num_plain = -_NEVER if draws else self._num_plain
+        return batch
 
     def probe(self, ids: Sequence[int], *, view: int = 0) -> Batch:
         """Read samples to look at them, or to measure by."""
@@ -138,14 +160,7 @@ class Samples:
         num = len(self.dataset)
         return torch.linspace(0, num - 1, min(most, num)).long().tolist()
 
-    def _items(self, ids: Sequence[int], view: int) -> list[Any]:
-        items = [self._item(index, view) for index in ids]
-        if self.collation.function is not None:
-            seed_all(mix_seed(self.seed, view, *ids), _CPU)
-        return items
-
-    def _item(self, index: int, view: int) -> Any:
-        seed_all(mix_seed(self.seed, view, index), _CPU)
+    def _item(self, index: int) -> Any:
         try:
             return self.dataset[index]
         except Exception as error:

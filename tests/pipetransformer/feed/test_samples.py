@@ -258,3 +258,40 @@ def test_labels_go_by_any_of_their_names(name: str) -> None:
     both = [{"x": torch.zeros(2), "label": 1, "labels": 2}]
     batch = samples_of(both, names=("labels",), required=("labels",)).read([0], view=0)
     assert batch["labels"].tolist() == [2]
+
+
+def seldom(index: int) -> dict[str, Any]:
+    """Draw for one sample alone."""
+    drawn = {4: torch.rand, 5: lambda _: np.random.rand(1), 6: lambda _: [random.random()]}
+    make = drawn.get(index % 100)
+    return {"x": torch.zeros(1) if make is None else torch.as_tensor(make(1)), "y": index}
+
+
+@pytest.mark.parametrize("index", [304, 305, 306])
+def test_a_sample_that_draws_behind_many_that_do_not_has_its_own_seed(index: int) -> None:
+    data = Made(seldom, num_samples=400)
+    late = samples_of(data)
+    for start in range(10, 90, 20):
+        late.read(range(start, start + 20), view=3)
+    data.read.clear()
+    batch = late.read([250, index, 251], view=3)
+    assert data.read == [250, index, 251] * 2
+    alone = samples_of(data).read([index], view=3)
+    assert torch.equal(batch["x"][1:2], alone["x"]) and float(batch["x"][1]) > 0
+    data.read.clear()
+    late.read([252], view=3)
+    assert data.read == [252]
+
+
+def test_a_collate_fn_that_draws_late_is_seeded_by_its_batch() -> None:
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        noise = torch.rand(len(items)) if items[0]["y"] > 300 else torch.zeros(len(items))
+        return {"x": noise, "y": torch.tensor([item["y"] for item in items])}
+
+    data = Made(lambda index: {"x": torch.zeros(1), "y": index}, num_samples=400)
+    late = samples_of(data, function=collate)
+    for start in range(0, 80, 20):
+        late.read(range(start, start + 20), view=1)
+    ids = [310, 311]
+    expected = samples_of(data, function=collate).read(ids, view=1)
+    assert torch.equal(late.read(ids, view=1)["x"], expected["x"])
