@@ -80,9 +80,9 @@ def left_as_found(modules: Sequence[nn.Module], device: torch.device) -> Iterato
             if getattr(module, name, None) is not buffer:
                 setattr(module, name, buffer)
             # By values: batch norm writes without a version. A write that changes nothing would
-            # be a change for whoever watches versions.
+            # be a change for whoever watches versions, as a backward that is yet to come does.
             if buffer.is_meta or not torch.equal(buffer, value):
-                buffer.copy_(value)
+                buffer.data.copy_(value)
 
 
 def device_of(batch: Mapping[str, Tensor]) -> torch.device:

@@ -26,7 +26,14 @@ LLAMA, WHISPER, T5, CLIP = "LlamaForCausalLM", *t.BLOCKS
 LossOf = Callable[[Any, Any], Any]
 
 
-def over(model: Any, loader: Any, loss_of: LossOf, part: str = "", amp: bool = False) -> nn.Module:
+def over(
+    model: Any,
+    loader: Any,
+    loss_of: LossOf,
+    part: str = "",
+    amp: bool = False,
+    pools: bool = False,
+) -> nn.Module:
     """Train as most loops do; they differ in how a batch becomes a loss.
 
     Moving averages of the weights are kept, and evaluated between epochs.
@@ -34,13 +41,14 @@ def over(model: Any, loader: Any, loss_of: LossOf, part: str = "", amp: bool = F
     Args:
         part: of the model, that is attached.
         amp: whether it computes in autocast, with a scaler.
+        pools: whether it pools by the mask, and so reads nothing of padding.
     """
     averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 12)
     scaler, precision = torch.amp.GradScaler("cpu", enabled=amp), "bf16" if amp else None
     body = model.get_submodule(part)
-    cached = attach(body, freeze=FREEZE, precision=precision)  # new
+    cached = attach(body, freeze=FREEZE, precision=precision, ignores_padding=pools)  # new
     for _ in range(NUM_EPOCHS):
         model.train()
         # was: for batch in loader:
@@ -289,17 +297,19 @@ LOOPS = (
                 lambda: (t.vit(), FakeData(16, (3, 8, 8), 2, to_tensor), torchvision)),
     ForeignLoop("(image, label, index), a worker", "cached", over, lambda: (
         t.vit(), t.loader_of(INDEXED, num_workers=1), of_images)),
-    ForeignLoop("triplets, three forwards", "partly", over, lambda: of_tensors(
+    ForeignLoop("triplets, three forwards", "cached", over, lambda: of_tensors(
         t.vit(), lambda m, b: F.triplet_margin_loss(*map(m, b)), *SHIFTED[:3])),
     ForeignLoop("siamese, one forward", "refused", over, lambda: of_tensors(
         t.Siamese(), lambda m, b: F.mse_loss(m(b[0], b[1]), b[2]), *SHIFTED[1:])),
     ForeignLoop("STS benchmark, padded by batch", "uncached", over,
                 lambda: (t.Encoder(), pairs("longest"), cosine, "bert")),
-    ForeignLoop("STS benchmark, one length", "partly", over,
+    ForeignLoop("STS benchmark, padded by batch, ignores_padding", "cached", over,
+                lambda: (t.Encoder(), pairs("longest"), cosine, "bert", False, True)),
+    ForeignLoop("STS benchmark, one length", "cached", over,
                 lambda: (t.Encoder(), pairs("max_length"), cosine, "bert")),
     ForeignLoop("STS benchmark, whole encoder attached", "refused", over,
                 lambda: (t.Encoder(), pairs("max_length"), cosine)),
-    ForeignLoop("ranking loss with cached gradients", "partly", over,
+    ForeignLoop("ranking loss with cached gradients", "cached", over,
                 lambda: (t.Encoder(), pairs("max_length"), ranking, "bert")),
     ForeignLoop("CLIP, return_loss=True", "refused", over, lambda: clip("")),
     ForeignLoop("CLIP, vision tower attached", "cached", over, lambda: clip("vision_model")),

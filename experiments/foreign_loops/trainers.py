@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any
 
@@ -51,7 +52,7 @@ def tuned(model: Any, data: Any, kind: str) -> nn.Module:
         train_dataset=data,
         eval_dataset=data,
         processing_class=t.tokenizer(),
-        **({"ref_model": t.tiny(LLAMA)} if kind == "DPO" else {}),
+        **({"ref_model": copy.deepcopy(model)} if kind == "DPO" else {}),
         callbacks=[FreezeCallback(freeze=FREEZE)],  # new
     )
     trainer.train()
@@ -112,9 +113,9 @@ LOOPS = (
     ForeignLoop("Trainer: T5", "refused", trained, lambda: (t.tiny(T5), t.padded(labels=NEXT))),
     ForeignLoop("TRL: SFTTrainer", "cached", tuned, lambda: (
         t.tiny(LLAMA), Dataset.from_dict({"text": t.sentences()}), "SFT")),
-    ForeignLoop("TRL: DPOTrainer", "refused", tuned,
+    ForeignLoop("TRL: DPOTrainer", "cached", tuned,
                 lambda: (t.tiny(LLAMA), Dataset.from_dict(PROMPTED), "DPO")),
-    ForeignLoop("TRL: RewardTrainer", "refused", tuned, lambda: (
+    ForeignLoop("TRL: RewardTrainer", "cached", tuned, lambda: (
         t.tiny("LlamaForSequenceClassification", num_labels=1), Dataset.from_dict(PREFERRED),
         "Reward")),
     ForeignLoop("Lightning: one part", "cached", fit, lambda: (Module(in_parts=False),)),

@@ -51,6 +51,10 @@ class Collation:
         """Return the names of a TensorDataset's tensors, in their order."""
         return (*self.inputs, *self.targets)
 
+    def padded_together(self, num: int) -> list[range]:
+        """Return the indices of `num` samples, in parts that no batch pads together."""
+        return [range(num)]
+
     def unused(self, item: Any) -> tuple[str, ...]:
         """Name the entries of an item that the model does not know."""
         known = self._known()

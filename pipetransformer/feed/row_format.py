@@ -73,11 +73,14 @@ class RowFormat:
             target = batch.get(name)
             if target is not None and target.shape == mask.shape:
                 padding = torch.arange(target.shape[1]) >= own_lengths(mask)[:, None]
-                if bool((padding & (target != self._task.loss_fn.ignore_index)).any()):
+                # A mask of some tokens, such as TRL's completion_mask, leaves others out by 0.
+                is_mask = name.endswith("mask")
+                left_out = 0 if is_mask else self._task.loss_fn.ignore_index
+                if bool((padding & (target != left_out)).any()):
                     raise ValueError(
-                        f"{name!r} has other values than {self._task.loss_fn.ignore_index} where "
+                        f"{name!r} has other values than {left_out} where "
                         f"{mask_name!r} says padding, and the cache holds no padding: label it "
-                        f"with {self._task.loss_fn.ignore_index}, or keep no cache"
+                        f"with {left_out}, or keep no cache"
                     )
 
     def agree_on_layout(self) -> RowLayout | None:
@@ -165,7 +168,10 @@ class RowFormat:
             return
         self._was_compared = True
         mask = self._task.model.padding_mask
-        chosen = self._samples.spread(_MOST_COMPARED) if mask is None else self._extremes(mask)
+        parts = self._samples.collation.padded_together(len(self._samples.dataset))
+        chosen = self._samples.spread(_MOST_COMPARED)
+        if mask is not None:
+            chosen = [index for part in parts for index in self._extremes(mask, part)]
         singly = [self._samples.probe([index]) for index in chosen]
         names = [n for n in singly[0] if len({one[n].shape for one in singly}) > 1]
         if not names:
@@ -176,24 +182,33 @@ class RowFormat:
                 "that says what of them is padding"
             )
             return
-        # The shortest beside the longest is certainly padded.
-        together = self._samples.read([chosen[0], chosen[-1]], view=0)
-        found = {n: _padding_of(together[n], singly[0][n], singly[-1][n]) for n in names}
-        padding = {n: value for n, value in found.items() if value is not None}
-        odd = [n for n in names if n not in padding]
-        if odd or padding.get(mask) != 0:
+        padding: dict[str, float] = {}
+        masks = [one.get(mask, Tensor()).shape for one in singly]
+        odd = [n for n in names if [one[n].shape[:2] for one in singly] != masks]
+        for place in range(0, len(chosen), 2):
+            # The shortest beside the longest is certainly padded.
+            one, other = singly[place : place + 2]
+            together = self._samples.read(chosen[place : place + 2], view=0)
+            for name in [n for n in names if one[n].shape != other[n].shape]:
+                value = _padding_of(together[name], one[name], other[name])
+                if value is None or padding.setdefault(name, value) != value:
+                    odd.append(name)
+        if odd or padding.get(mask, 0) != 0:
             self._trouble = (
                 f"samples have unequal shapes of {names}, and collate_fn does not pad "
-                f"{odd or [mask]} behind a sample's end, {mask!r} with zeros"
+                f"{[*dict.fromkeys(odd)] or [mask]} behind a sample's end, {mask!r} with zeros"
             )
             self._pads_elsewhere = True
             return
-        most = singly[-1][mask].shape[1]
+        most = max(shape[1] for shape in masks)
         self._positions = Positions(mask, (HIDDEN, *names), most, padding)
 
-    def _extremes(self, mask: str) -> list[int]:
-        """Return the shortest sample and the longest."""
+    def _extremes(self, mask: str, part: range) -> list[int]:
+        """Return the shortest sample and the longest of those that are padded together."""
         samples = self._samples
+        if len(part) < len(samples.dataset):  # Of several texts in a sample the longest counts.
+            shapes = [samples.probe([index])[mask].shape[1] for index in part]
+            return [part[shapes.index(end(shapes))] for end in (min, max)]
         items = (samples.dataset[index] for index in range(len(samples.dataset)))
         lengths = [_tokens_of(item, mask) for item in items]
         if None in lengths:  # The mask is made by collate_fn, so each sample is collated alone.

@@ -491,8 +491,10 @@ class SampleFeed:
     def _later(self, ids: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
         """Return later samples that may be collated together with others, and their rows."""
         # Of a collate_fn it is known only with `positions` how a sample depends on its batch.
-        is_stacked = self.samples.collation.function is None
-        if not is_stacked and self._rows.content.positions is None:
+        collation = self.samples.collation
+        knows_padding = self._rows.content.positions is not None
+        is_apart = len(collation.padded_together(len(self.dataset))) > 1
+        if is_apart or (collation.function is not None and not knows_padding):
             ids = ids[:0]
         return ids, self._row_ids(ids, epoch)
 

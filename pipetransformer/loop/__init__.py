@@ -2,7 +2,7 @@
 
 cached_loop: a loop, epoch by epoch ──────┬─► row_service: the feed, and batches of its rows
   └─► epoch_policy: asks a policy         │     ├─► loaders: have a loader give indices
-callbacks of transformers and Lightning   │     ├─► batch_form: the form of its batches
+callbacks of transformers and Lightning   │     ├─► batch_form, pieces: the form of its batches
   └─► serving_observer: what they share ──┘     └─► short_forward: start above frozen blocks
                                                       └─► forward_call: which rows is it of?
                                                             └─► batch_entry: says so itself

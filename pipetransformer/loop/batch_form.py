@@ -3,23 +3,27 @@
     {"input_ids": (B, S), "labels": (B,)}      entries "input_ids", "labels"
     [(B, 3, H, W), (B,), (B,)]                 entries "0", "1", "2"
     ({"x": (B, S)}, ["a", "b", ...])           entry "0.x"; the strings are no entry
+    {"input_ids": (2B, S), "margin": (B,)}     "input_ids" has two rows for each sample
 
-An entry is a tensor with a row for each sample. A batch of entries alone can be made of rows, and
-of entries that are kept. Any other is made by the loader's own collate_fn, and its samples read.
+An entry is a tensor with as many rows for each sample, mostly one. A batch of entries alone can
+be made of rows, and of entries that are kept. Any other is made by the loader's own collate_fn,
+and its samples read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from pipetransformer.feed import Batch, Collation
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
+from pipetransformer.loop.pieces import Pieces, SampleRows, order_of_rows
 
 _SIZES = (2, 4)
 """Even, as some collate_fn take even numbers of samples alone, such as timm's Mixup."""
@@ -34,29 +38,41 @@ class BatchForm:
         example: a batch.
         names: of the entries, in order.
         is_whole: whether a batch has nothing but entries.
+        rows: of each entry.
     """
 
     example: Any
     names: tuple[str, ...]
     is_whole: bool
+    rows: Mapping[str, SampleRows]
 
     @staticmethod
     def of(base: DataLoader[Any]) -> BatchForm:
         """Have the collate_fn of a loader make batches of its first sample."""
         dataset: Any = base.dataset
-        found: list[set[str]] = []
+        found: list[dict[str, int]] = []
         for size in _SIZES:
             batch = base.collate_fn([dataset[0]] * size)
             leaves = dict(_leaves(batch))
-            found.append({n for n, leaf in leaves.items() if _has_rows(leaf, size)})
-        names = tuple(name for name in leaves if all(name in one for one in found))
+            found.append({n: _num_rows(leaf, size) for n, leaf in leaves.items()})
+        nums = {n: num for n, num in found[-1].items() if num and found[0].get(n) == num}
+        rows = {n: SampleRows() for n, num in nums.items() if num == 1}
+        if several := {n: num for n, num in nums.items() if num > 1}:
+            collate = base.collate_fn
+            rows |= order_of_rows(lambda items: dict(_leaves(collate(items))), dataset, several)
+        names = tuple(name for name in leaves if name in rows)
         if not names:
             has = ", ".join(f"{name!r} of {_described(leaf)}" for name, leaf in leaves.items())
             raise ValueError(
                 f"a batch of {_SIZES[-1]} samples has {has}: nothing in it has a row for each "
                 "sample, as a collate_fn that joins samples to one row makes it"
             )
-        return BatchForm(batch, names, len(names) == len(leaves))
+        return BatchForm(batch, names, len(names) == len(leaves), rows)
+
+    def in_pieces(self, pieces: Pieces) -> BatchForm:
+        """Return the form without entries that pieces of samples have no room for."""
+        names = tuple(n for n in self.names if pieces.column_of(self.rows[n]) is not None)
+        return replace(self, names=names, is_whole=len(names) == len(self.leaf_names))
 
     @property
     def leaf_names(self) -> dict[str, Any]:
@@ -75,15 +91,18 @@ class BatchForm:
 
     def to_learn_from(self, batch: Any) -> Any:
         """Return a batch whose entries say their names, and have no rows."""
-        entries = self.entries_of(batch)
-        num = len(next(iter(entries.values())))
-        table = torch.full((num, 2), -1)
-        named = {n: BatchEntry.read(Mark(n, {}, table), entry) for n, entry in entries.items()}
+        named = {
+            name: BatchEntry.read(Mark(name, {}, torch.full((len(entry), 2), -1)), entry)
+            for name, entry in self.entries_of(batch).items()
+        }
         return self.with_entries(named, batch)
 
 
-def _has_rows(leaf: Any, num: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num
+def _num_rows(leaf: Any, num_samples: int) -> int:
+    """Return how many rows a leaf has for each sample; 0 where that is no number."""
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) % num_samples:
+        return 0
+    return len(leaf) // num_samples
 
 
 def _described(leaf: Any) -> str:
@@ -135,21 +154,48 @@ class LoaderCollation(Collation):
     Args:
         form: of the loader's batches.
         collate_fn: of the loader.
-        parameters: by an entry's name, the model's parameter that is given it.
+        calls: of the model, by their columns; by an entry's name, the parameter that is given it.
         reserved: names of parameters that no other entry may have.
+        pieces: of samples. Where there are several, items are theirs.
     """
 
     form: BatchForm | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
-    parameters: Mapping[str, str] | None = None
+    calls: tuple[dict[str, str], ...] = ()
     reserved: frozenset[str] = frozenset()
+    pieces: Pieces = Pieces()
 
     @property
     def columns(self) -> tuple[str, ...]:
         assert self.form is not None
         return tuple(map(self.known_as, self.form.names)) if self.form.is_whole else ()
 
+    def padded_together(self, num: int) -> list[range]:
+        # All rows that a column has of a sample have one length.
+        firsts = [piece for piece, (_, row) in enumerate(self.pieces.column_rows) if row == 0]
+        return [range(first, num, self.pieces.num) for first in firsts]
+
     def collate(self, items: list[Any], ids: Sequence[int]) -> Batch:
+        if self.pieces.num == 1:
+            return {n: t.cpu() for n, t in self.named(self._entries(items, ids)).items()}
+        assert self.form is not None
+        # Each sample once, whatever pieces of it are asked for.
+        samples = {index // self.pieces.num: item for index, item in zip(ids, items, strict=True)}
+        entries = self._entries([*samples.values()], [*samples])
+        places = {sample: place for place, sample in enumerate(samples)}
+        where = {n: self.form.rows[n].places(len(samples)).tolist() for n in entries}
+        beside = {n: self.known_as(n) for n in entries if not any(n in one for one in self.calls)}
+        numbered, chosen = self.pieces.column_rows, dict[str, list[tuple[str, int]]]()
+        for index in ids:
+            sample, piece = divmod(index, len(numbered))
+            column, row = numbered[piece]
+            for name, known in (self.calls[column] | beside).items():
+                own = where[name][places[sample]]
+                chosen.setdefault(known, []).append((name, own[row % len(own)]))
+        return {known: _rows_at(entries, each).cpu() for known, each in chosen.items()}
+
+    def _entries(self, items: list[Any], ids: Sequence[int]) -> Batch:
+        """Return the entries of a batch of these samples, by the loader's names."""
         assert self.form is not None and self.collate_fn is not None
         try:
             batch = self.collate_fn(items)
@@ -165,13 +211,14 @@ class LoaderCollation(Collation):
                 "these in all batches, or in none"
             )
         for name in self.form.names:
-            if name not in entries or not _has_rows(entries[name], len(ids)):
+            num = self.form.rows[name].num
+            if _num_rows(entries.get(name), len(ids)) != num:
                 raise ValueError(
-                    f"batches of the loader have {list(self.form.names)}, one row for each "
-                    f"sample, but that of the samples {list(ids[:4])}... has no such {name!r}: "
-                    "give it in all batches"
+                    f"batches of the loader have {list(self.form.names)}, {num} row(s) of "
+                    f"{name!r} for each sample, but that of the samples {list(ids[:4])}... has "
+                    f"no such {name!r}: give it in all batches"
                 )
-        return {name: entry.cpu() for name, entry in self.named(entries).items()}
+        return entries
 
     def named(self, entries: Batch) -> Batch:
         """Call entries by what the model takes them for."""
@@ -179,10 +226,19 @@ class LoaderCollation(Collation):
 
     def known_as(self, name: str) -> str:
         """Return what an entry of the loader's batches is called here."""
-        assert self.parameters is not None
-        return self.parameters.get(name, beside(name, self.reserved))
+        taken = next((one[name] for one in self.calls if name in one), None)
+        return beside(name, self.reserved) if taken is None else taken
 
 
 def beside(name: str, reserved: frozenset[str]) -> str:
     """Return what an entry is called that the model is not given."""
     return f"{name} beside" if name in reserved else name
+
+
+def _rows_at(entries: Batch, chosen: list[tuple[str, int]]) -> Tensor:
+    """Take rows by entry and place; those of columns that no batch pads together get zeros."""
+    names, places = zip(*chosen, strict=True)
+    if len({*names}) == 1:
+        return entries[names[0]][list(places)]
+    rows = [entries[name][place] for name, place in chosen]
+    return pad_sequence(rows, batch_first=True) if rows[0].ndim else torch.stack(rows)

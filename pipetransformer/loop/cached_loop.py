@@ -67,7 +67,9 @@ def attach(
         optimizer, num_epochs: of the loop; policies need them to know how far it is.
         settings: `cache_folder`, `cache_limit_bytes`, `cache_dtype`, `cache_device`,
             `cache_check`, `precision`, `seed` and `tied_weights`, as in `TrainConfig`. Where the
-            loop computes in autocast, give its dtype as `precision`.
+            loop computes in autocast, give its dtype as `precision`. `reads` names entries that it
+            looks at; `ignores_padding=True` promises that it reads nothing that the model returns
+            of padding, as where it pools by the mask.
     Raises:
         TypeError: the model is a wrapper of torch's.
         ValueError: a setting is unknown or not allowed, or a policy lacks what it needs. A model
@@ -156,6 +158,7 @@ class CachedLoop:
         if rows is None:
             yield from self._learning(loader)
             return
+        rows.take_up_columns()
         epoch = self._begin(rows, loader)
         try:
             for batch in rows.batches(loader) if rows.may_serve else rows.marked(loader):
@@ -201,14 +204,17 @@ class CachedLoop:
             with torch.inference_mode(False):
                 self._rows = RowService(self._model, loader, self._settings, call=call)
             weakref.finalize(self, self._rows.close)
-            self._rows.forward.is_confirmed = True
+            self._rows.forward.is_confirmed = self._rows.sees_first = True
             self._begin(self._rows, loader)
             self._rows.announce(drawn)
 
         def make(indices: list[int]) -> Any:
             rows = self._rows
-            if rows is not None and rows.may_serve:
-                return rows.made(indices)
+            if rows is not None:
+                rows.take_up_columns()
+                rows.forward.is_awaited = rows.may_serve
+                if rows.may_serve:
+                    return rows.made(indices)
             batch = collate_fn([dataset[index] for index in indices])
             return batch if rows is not None else form.to_learn_from(batch)
 

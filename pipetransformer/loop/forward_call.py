@@ -54,6 +54,12 @@ class LoopCall:
         """Return whether the same rows serve both."""
         return self.parameters == other.parameters and self.constants == other.constants
 
+    def is_column_beside(self, other: LoopCall) -> bool:
+        """Return whether the model is given other entries of a batch in the same way."""
+        mine, others = ({*one.parameters.values()} for one in (self, other))
+        known = self.constants == other.constants and self.targets == other.targets
+        return known and mine == others and self.parameters != other.parameters
+
     def arguments(self, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments as the loop gives them."""
         given = {**named, **self.constants}
@@ -91,10 +97,11 @@ class RowBatch:
     """Hold a batch's samples and rows. Entries of the batch hold it as long as they live.
 
     Args:
-        number: tells it apart from all others.
+        number: tells it apart from all others, but those of the same batch's other columns.
         ids: (B,) int64, the samples; `epoch` is that in which they were asked for.
+        num_rows: of each entry; some samples have several.
         depth: number of blocks that the rows have passed; 0 without rows.
-        rows: (B, ...), what the last frozen block returns; None without any.
+        rows: (R, ...), what the last frozen block returns; None without any.
         inputs: by parameters; of those that were not read an example, (N, ...).
         not_read: names of these.
         call: whose parameters these are.
@@ -102,6 +109,7 @@ class RowBatch:
 
     number: int
     ids: Tensor
+    num_rows: int
     epoch: int
     depth: int
     rows: Tensor | None
@@ -111,8 +119,7 @@ class RowBatch:
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        places = torch.arange(len(self.ids))
-        self.table = torch.stack([torch.full_like(places, self.number), places], dim=1)
+        self.table = _table(self.number, self.num_rows)
 
     def entries(self) -> dict[str, BatchEntry]:
         """Return the inputs as a loop is given them, by parameters."""
@@ -121,7 +128,10 @@ class RowBatch:
 
     def entry(self, name: str, value: Tensor, parameter: str = "") -> BatchEntry:
         """Return an entry of the batch under its name in the loader's batches."""
-        mark = Mark(name, {self.number: self}, self.table)
+        # What is no input of this column may have other numbers of rows.
+        is_other = not parameter and len(value) != self.num_rows
+        table = _table(self.number, len(value)) if is_other else self.table
+        mark = Mark(name, {self.number: self}, table)
         if parameter in self.not_read:
             return BatchEntry.unread(mark, value.shape[1:], value.dtype, value.device)
         return BatchEntry.read(mark, value)
@@ -134,16 +144,21 @@ class RowBatch:
         return own.is_floating_point() and entry.is_floating_point()
 
 
+def _table(number: int, num_rows: int) -> Tensor:
+    places = torch.arange(num_rows)
+    return torch.stack([torch.full_like(places, number), places], dim=1)
+
+
 @final
 class ForwardCall:
     """Know a model's signature, and what of it a loop gives.
 
     Args:
-        call: None where that is yet to be learnt.
+        calls: one for each column of the loader's batches; none where that is yet to be learnt.
     """
 
-    def __init__(self, model: nn.Module, call: LoopCall | None = None) -> None:
-        self.call = call or LoopCall({})
+    def __init__(self, model: nn.Module, calls: tuple[LoopCall, ...] = ()) -> None:
+        self.calls = calls
         self._config = getattr(unwrapped(model), "config", None)
         named = _signature(model)
         self.parameters = tuple(one.name for one in named)
@@ -174,21 +189,24 @@ class ForwardCall:
             return None
         return LoopCall(parameters, constants, tuple(positional), frozenset(targets))
 
-    def mark_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mark | None:
-        """Return which rows a forward is of; None where it must run from its start."""
+    def rows_of(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Mark, LoopCall] | None:
+        """Return which rows a forward is of, as what call; None where it runs from its start."""
         marks: dict[str, Mark] = {}
-        constants = set(self.call.constants)
+        due = self.calls[0].constants  # They are the same in all columns.
+        constants = set(due)
         for name, value in self._given(args, kwargs):
             if name in self._ignored:
                 continue
             if not isinstance(value, BatchEntry):
-                if name in constants and value == self.call.constants[name]:
+                if name in constants and value == due[name]:
                     constants.discard(name)
                 elif name in constants or not self._is_default(name, value):
                     return None
                 continue
             mark = value.mark()
-            if mark is None or self.call.parameters.get(mark.name) != name:
+            if mark is None:
                 return None
             if not all(batch.has_as(name, value) for batch in mark.batches.values()):
                 return None
@@ -198,8 +216,10 @@ class ForwardCall:
             return None
         if not all(first.holds_same_rows(one) for one in marks.values()):
             return None
-        # Rows are computed of all of them.
-        return first if marks.keys() == {*self.call.parameters.values()} else None
+        # Rows are computed of all that a call gives.
+        given = {(mark.name, name) for name, mark in marks.items()}
+        call = next((one for one in self.calls if {*one.parameters.items()} == given), None)
+        return None if call is None else (first, call)
 
     def _given(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, final
 
 import torch
@@ -23,6 +23,9 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _MOST_MEMBERS = 256
 """Of a list or a dict, such as the scales of a module's adapters; a larger one is data."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+_OF_CHECKPOINTS = {"_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
+"""Attributes that change no number. TRL's DPO makes them anew in each step."""
 
 _Place = tuple[Any, Any]
 """A container, and a key of it."""
@@ -119,7 +122,12 @@ class ModelWatch:
         return [*map(dict.get, self._tables, self._names)]
 
     def _hooks_now(self) -> list[int]:
-        return [*chain.from_iterable(self._hooks)]
+        return [
+            key
+            for hooks in filter(None, self._hooks)
+            for key, hook in hooks.items()
+            if getattr(hook, "__name__", "") != "make_inputs_require_grads"
+        ]
 
     def _forwards_now(self) -> list[Any]:
         """Return modules' own `forward`."""
@@ -134,8 +142,9 @@ def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
     """Yield where values are: a module's attributes, and members of its dicts and settings."""
     for name in _plain_names(attributes):
         value = attributes[name]
-        if name == "forward":
-            continue  # Of each module, whether it has one or not.
+        # `forward` is looked at of each module, whether it has one or not.
+        if name == "forward" or name in _OF_CHECKPOINTS:
+            continue
         yield attributes, name
         members = value if type(value) is dict else getattr(value, "__dict__", None)
         if isinstance(value, (Tensor, nn.Module)) or not isinstance(members, dict):

@@ -40,6 +40,7 @@ from pipetransformer.loop.forward_call import LoopCall, RowBatch, guessed_call
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.loop.pieces import Pieces, in_pieces
 from pipetransformer.loop.randomness import draws_below, draws_in_reading, generators_kept
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.rounding import compare_rounded
@@ -57,8 +58,9 @@ SETTINGS = (
 )  # fmt: skip
 """Fields of `TrainConfig` that a loop may set."""
 
-_READS = "reads"
-"""Names of entries that are read though rows make them needless, as the loop looks at them."""
+_READS, _IGNORES = "reads", "ignores_padding"
+"""Settings of loops alone: names of entries that are read though rows make them needless, as the
+loop looks at them; and whether it reads nothing that the model returns of padding."""
 
 _USUAL_BATCH = 32
 _UNTIED_LATE = (
@@ -78,13 +80,13 @@ _MOST_READ = 16
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError for settings that are unknown or not allowed."""
-    known = (*SETTINGS, _READS)
+    known = (*SETTINGS, _READS, _IGNORES)
     if unknown := sorted(settings.keys() - set(known)):
         raise ValueError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
     reads = settings.get(_READS, ())
     if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
         raise ValueError(f"reads={reads!r} names no entries; give a tuple of names")
-    make_config({name: value for name, value in settings.items() if name != _READS})
+    make_config({name: value for name, value in settings.items() if name in SETTINGS})
 
 
 @final
@@ -101,6 +103,8 @@ class RowService:
 
     Attributes:
         epoch: of the loop.
+        sees_first: whether a loop's first batch is yet to show what the model is given. Until the
+            next one blocks freeze without rows.
     """
 
     def __init__(
@@ -114,9 +118,11 @@ class RowService:
     ) -> None:
         self.epoch, self._numbers = 0, itertools.count()
         self._reads = tuple(settings.get(_READS, ()))
-        self._settings = {name: value for name, value in settings.items() if name != _READS}
+        self._ignores_padding = bool(settings.get(_IGNORES))
+        self._settings = {name: value for name, value in settings.items() if name in SETTINGS}
         self._model, self._keeps_to_labels = model, keeps_to_labels
         self._to_come: deque[tuple[int, Tensor]] = deque()
+        self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
         self._has_told = False
         _refuse_sharded(model)
@@ -127,15 +133,21 @@ class RowService:
         self.device = next(model.parameters()).device
         with generators_kept(base.collate_fn, base.dataset):
             with own_random_numbers(self.device):
-                self._form = BatchForm.of(base)
-            self._look_at(call or _expected_call(model, self._form))
+                self._whole_form = BatchForm.of(base)
+            self._look_at((call or _expected_call(model, self._whole_form),))
         # Until it is said what that changes.
         self._rounds = self.task.config.cache_dtype is not None
 
-    def _look_at(self, call: LoopCall) -> None:
-        """Run the model on some samples, as the loop does, and make all that serves it."""
-        base, model, self._call = self._base, self._model, call
-        dataset: Any = base.dataset
+    def _look_at(self, calls: tuple[LoopCall, ...]) -> None:
+        """Run the model on some samples, as the loop does, and make all that serves it.
+
+        Args:
+            calls: of the model, one for each column of the loader's batches.
+        """
+        base, model, self._calls, call = self._base, self._model, calls, calls[0]
+        self._pieces = pieces = _pieces(self._whole_form, calls)
+        self._form = self._whole_form.in_pieces(pieces)
+        dataset: Any = in_pieces(base.dataset, pieces.num)
         config = make_config(
             {
                 **self._settings,
@@ -148,14 +160,19 @@ class RowService:
                 "remove_unused_columns": False,
             }
         )
-        self._collation = collation = _collation(model, call, self._form, base.collate_fn)
-        if odd := [name for name in self._reads if name not in call.parameters]:
-            raise ValueError(f"reads= names {odd}; the model is given {[*call.parameters]}")
+        if pieces.num > 1 and config.cache_views is not None:
+            raise ValueError(
+                "cache_views= keeps no views of samples with several rows; leave it out"
+            )
+        self._collation = collation = _collation(model, calls, self._form, base.collate_fn, pieces)
+        if odd := [name for name in self._reads if name not in self._whole_form.names]:
+            raise ValueError(f"reads= names {odd}; batches have {[*self._whole_form.names]}")
         samples = Samples(dataset, collation, config.seed)
-        self._data = DataWatch(dataset, [*call.parameters])
+        self._whole = Samples(base.dataset, collation, config.seed)  # type: ignore[arg-type]
+        self._data = DataWatch(base.dataset, [n for one in calls for n in one.parameters])
         had = {id(parameter) for parameter in model.parameters()}
         with left_alone(model, self.device), in_own_forward(model):
-            self._example = samples.probe([0, len(dataset) // 2])
+            self._example = samples.probe([0, self._num_samples // 2 * pieces.num])
             layered = present(
                 model,
                 self._example,
@@ -165,6 +182,7 @@ class RowService:
                 beside=collation.targets,
                 constants=call.constants,
                 gives_labels=bool(call.targets),
+                ignores_padding=self._ignores_padding,
             )
             if "cache_check" not in self._settings and not HeldTargets(samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
@@ -181,7 +199,7 @@ class RowService:
             prefix,
             self.world,
             samples,
-            to_come=lambda: tuple(self._to_come),
+            to_come=self._fetches_to_come,
             keeps=config.cache_views or 1,
             augments=True,
         )
@@ -192,25 +210,60 @@ class RowService:
         self._look_for_draws(base)
         watch = ModelWatch(self._watched(0))
         self.forward = ShortForward(
-            prefix, call, watch, learn=self._learn, renew=self._renew, read=self._read_inputs
+            prefix, calls, watch, learn=self._learn, renew=self._renew, read=self._read_inputs
         )
 
     def _learn(self, call: LoopCall) -> ShortForward:
-        """Serve the loop as it calls its model, which is not what was expected."""
-        keeps = call.targets >= self._call.targets or not self.task.model.reads_by_labels
-        if self._call.has_rows_of(call) and keeps:
-            self._call = self._partial.call = call
+        """Serve the loop as it calls its model, which is not what was expected, or is more."""
+        if self.forward.is_confirmed:
+            self._add_column(call)
+            return self.forward
+        known = self._calls[0]
+        keeps = call.targets >= known.targets or not self.task.model.reads_by_labels
+        if known.has_rows_of(call) and keeps:
+            self._partial.call, self._calls = call, (call,)
             self.forward.expect(call)
             return self.forward
+        self._serve((call,))
+        return self.forward
+
+    def _add_column(self, call: LoopCall) -> None:
+        """Note that the loop gives the model another column of its batches, in the same way."""
+        if not all(map(call.is_column_beside, (*self._calls, *self._new_calls))):
+            return
+        leaves, rows = self._whole_form.leaf_names, self._whole_form.rows
+        pads = self.task.model.padding_mask is not None
+        pairs = [(leaves[name], self._example[own]) for name, own in call.parameters.items()]
+        # Rows of one layout must hold both.
+        is_alike = all(
+            one.dtype == other.dtype and one.shape[1 + pads :] == other.shape[1 + pads :]
+            for one, other in pairs
+        )
+        is_of_rows = len({rows[name] for name in call.parameters}) == 1
+        if is_alike and is_of_rows and self.task.config.cache_views is None:
+            self._new_calls.append(call)
+
+    def take_up_columns(self) -> None:
+        """Serve what the first batch has shown, from the next one on."""
+        if self._new_calls or self.sees_first:
+            calls, self._new_calls, self.sees_first = (*self._calls, *self._new_calls), [], False
+            with torch.inference_mode(False):
+                self._serve(calls)
+
+    def _serve(self, calls: tuple[LoopCall, ...]) -> None:
+        """Look at the model anew, and serve what the loop gives it."""
         num_frozen, self._num_frozen = self._num_frozen, -1
-        self.forward.close()
-        self.feed.close()
-        self.world.close()
-        self._look_at(call)
-        self.forward.is_confirmed = True
+        if calls != self._calls:
+            is_awaited, num_served = self.forward.is_awaited, self.forward.num_served
+            self._note_stats()
+            self.forward.close()
+            self.feed.close()
+            self.world.close()
+            self._look_at(calls)
+            self.forward.is_confirmed = True
+            self.forward.is_awaited, self.forward.num_served = is_awaited, num_served
         if num_frozen >= 0:
             self.set_depth(num_frozen)
-        return self.forward
 
     def _refuse_lists_before(self, layered: LayeredModel) -> None:
         before = list_before(self._model, row_of(layered).blocks)
@@ -226,7 +279,7 @@ class RowService:
         """Give up the cache where reading samples draws what the loop would miss."""
         if self.task.config.cache_views is not None:
             return  # Then each view is drawn under its own seed.
-        samples, dataset = self.feed.samples, base.dataset
+        samples, dataset = self._whole, base.dataset
         owners = (dataset, samples.collation.function)
         ids = samples.spread(_MOST_READ)
         drawn = [
@@ -270,7 +323,7 @@ class RowService:
 
     def refuse_another(self, loader: Any) -> None:
         """Raise a ValueError for a loader of other samples than those that were looked at."""
-        base, samples = base_of(loader), self.feed.samples
+        base, samples = base_of(loader), self._whole
         dataset: Any = base.dataset
         function = samples.collation.function or default_collate
         if dataset is not samples.dataset or base.collate_fn != function:
@@ -334,7 +387,9 @@ class RowService:
             )
         self.forward.give_back()
         self._freeze(num_frozen)
-        if depth and (self._draws_below(depth) or not self._are_rows_right(depth)):
+        if depth and (
+            self.sees_first or self._draws_below(depth) or not self._are_rows_right(depth)
+        ):
             depth = 0
         self._note_stats()
         # What is kept serves loops in any mode.
@@ -457,7 +512,7 @@ class RowService:
     def marked(self, loader: Any) -> Iterator[Any]:
         """Yield the loader's own batches; until it is known, these say what the model is given."""
         for batch in loader:
-            yield batch if self.forward.is_confirmed else self._form.to_learn_from(batch)
+            yield batch if self.forward.is_confirmed else self._whole_form.to_learn_from(batch)
 
     def announce(self, drawn: Sequence[list[int]]) -> None:
         """Take note of all batches of an epoch."""
@@ -477,8 +532,15 @@ class RowService:
         ids = torch.tensor(indices)
         return ids.where(ids >= 0, ids + self._num_samples)
 
+    def _fetches_to_come(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield what the feed will be asked for: of each batch its columns, in turn."""
+        for epoch, ids in tuple(self._to_come):
+            for column in range(len(self._calls)):
+                yield epoch, self._pieces.ids(ids, column)
+
     def made(self, indices: list[int]) -> Any:
         """Return a batch in the loader's form, whose entries know its rows."""
+        self.take_up_columns()
         ids, to_come = self._ids(indices), self._to_come
         # Some may have been skipped, as where a run is resumed.
         while to_come and not torch.equal(to_come[0][1], ids):
@@ -486,37 +548,50 @@ class RowService:
         epoch = to_come[0][0] if to_come else self.epoch
         is_made_of_rows = self._form.is_whole and not self._reads
         read = None if is_made_of_rows else self._read_as_loaded(indices, epoch)
-        fetched = self._fetch(ids, epoch)
-        if to_come:
-            to_come.popleft()
-        if read is not None:
-            own = self._collation.named(self._form.entries_of(read))
-            fetched = {**own, **{n: t for n, t in fetched.items() if n == HIDDEN}}
-        batch = self._row_batch(fetched, ids, epoch)
-        if not self.forward.is_confirmed:  # The loop may give the model any of them.
-            known = self._collation.known_as
-            beside = {known(n): n for n in self._form.names if n not in self._call.parameters}
-            fetched |= {own: batch.entry(name, fetched[own]) for own, name in beside.items()}
-        if self._rounds and batch.rows is not None:
+        own = {} if read is None else self._form.entries_of(read)
+        fetches, batches = list[dict[str, Tensor]](), list[RowBatch]()
+        entries: dict[str, Tensor] = {}
+        for column, call in enumerate(self._calls):
+            fetched = self._fetch(ids, epoch, column)
+            if own:
+                given = {parameter: own[name] for name, parameter in call.parameters.items()}
+                fetched = {**given, **{n: t for n, t in fetched.items() if n == HIDDEN}}
+            fetches.append(fetched)
+            number = batches[0].number if batches else None
+            batches.append(self._row_batch(fetched, ids, epoch, call, number))
+            inputs = batches[-1].entries()
+            entries = {name: inputs[one] for name, one in call.parameters.items()} | entries
+        for name in [name for name in self._form.names if name not in entries]:
+            rows = self._form.rows[name]
+            column = self._pieces.column_of(rows) or 0
+            value = own[name] if own else fetches[column][self._collation.known_as(name)]
+            if len(value) != len(ids) * rows.num:  # Each piece of a sample has it.
+                value = value[self._pieces.columns[column].places(len(ids))[:, 0]]
+            if not self.forward.is_confirmed:  # The loop may give the model any of them.
+                value = batches[column].entry(name, value)
+            entries[name] = value
+        if self._rounds and batches[0].rows is not None:
             self._rounds = False
             self._compare_rounded(ids, epoch)
-        entries: dict[str, Tensor] = {**fetched, **batch.entries()}
-        own_names = {name: entries[self._collation.known_as(name)] for name in self._form.names}
-        return self._form.with_entries(own_names, read)
+        if to_come:
+            to_come.popleft()
+        return self._form.with_entries(entries, read)
 
     def _read_as_loaded(self, indices: list[int], epoch: int) -> Any:
         """Read a batch as the loader does."""
         with own_random_numbers(self.device):
-            return self.feed.samples.collated(indices, view=self.feed.view(epoch))
+            return self._whole.collated(indices, view=self.feed.view(epoch))
 
-    def _fetch(self, ids: Tensor, epoch: int) -> dict[str, Tensor]:
+    def _fetch(self, ids: Tensor, epoch: int, column: int) -> dict[str, Tensor]:
+        """Fetch the rows that a column has of some samples."""
+        own = self._pieces.ids(ids, column)
         with torch.inference_mode(False):
             # Rows of a model that was changed are not used, as the forward finds.
-            batch = self.feed.take_read(ids, epoch=epoch)
+            batch = self.feed.take_read(own, epoch=epoch)
             if batch is None:
                 self._notice_changes()
                 with own_random_numbers(self.device):
-                    batch = self.feed.fetch(ids, epoch=epoch, keeps=True)
+                    batch = self.feed.fetch(own, epoch=epoch, keeps=True)
         return batch
 
     def _notice_changes(self) -> None:
@@ -534,7 +609,8 @@ class RowService:
     def _compare_rounded(self, ids: Tensor, epoch: int) -> None:
         """Log what rounded rows change of a batch."""
         with own_random_numbers(self.device), torch.inference_mode(False):
-            batches = [self.feed.computed_rows(ids, rounded=one) for one in (False, True)]
+            own = self._pieces.ids(ids, 0)
+            batches = [self.feed.computed_rows(own, rounded=one) for one in (False, True)]
             targets = {n: batches[0][n] for n in self.task.model.targets if n in batches[0]}
             exact, rounded = (self._row_batch(batch, ids, epoch) for batch in batches)
             with self._by_ourselves():
@@ -546,28 +622,36 @@ class RowService:
                     tells=self.world.is_main,
                 )
 
-    def _renew(self, batch: RowBatch) -> None:
-        """Bring a batch, which was given before the depth has changed, to the present depth."""
+    def _renew(self, batch: RowBatch, call: LoopCall) -> None:
+        """Bring a batch that was given before to the present depth, and to a call's column."""
+        column = next(c for c, one in enumerate(self._calls) if one.has_rows_of(call))
         self._to_come.appendleft((batch.epoch, batch.ids))
         try:
-            fetched = self._fetch(batch.ids, batch.epoch)
+            fetched = self._fetch(batch.ids, batch.epoch, column)
         finally:
             self._to_come.popleft()
-        batch.rows, batch.depth, batch.call = fetched.get(HIDDEN), self.depth, self._call
+        batch.rows, batch.depth, batch.call = fetched.get(HIDDEN), self.depth, call
 
     def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
-        with own_random_numbers(self.device):
-            read = self.feed.rows(batch.epoch).look(batch.ids)
-        return {name: read[self._collation.known_as(name)] for name in self._form.names}
+        return self._form.entries_of(self._read_as_loaded(batch.ids.tolist(), batch.epoch))
 
-    def _row_batch(self, fetched: dict[str, Tensor], ids: Tensor, epoch: int) -> RowBatch:
+    def _row_batch(
+        self,
+        fetched: dict[str, Tensor],
+        ids: Tensor,
+        epoch: int,
+        call: LoopCall | None = None,
+        number: int | None = None,
+    ) -> RowBatch:
         """Return a batch's inputs and rows; what rows make needless was not read."""
         inputs, sides = self.task.model.inputs, self._sides
         rows = fetched.get(HIDDEN)
         not_read = frozenset(name for name in inputs if name not in fetched)
         entries = {name: fetched.get(name, self._example[name]) for name in (*inputs, *sides)}
-        number = next(self._numbers)
-        return RowBatch(number, ids, epoch, self.depth, rows, entries, not_read, self._call)
+        number = next(self._numbers) if number is None else number
+        num = len(next(iter(fetched.values())))
+        call = call or self._calls[0]
+        return RowBatch(number, ids, num, epoch, self.depth, rows, entries, not_read, call)
 
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call, and start over."""
@@ -610,22 +694,41 @@ def _expected_call(model: nn.Module, form: BatchForm) -> LoopCall:
     return call
 
 
+def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:
+    """Number the rows that samples have in what a loop gives its model."""
+    for call in calls:
+        if len({form.rows[name] for name in call.parameters}) > 1:
+            raise ValueError(
+                f"the model is given {[*call.parameters]} at once, and samples have other numbers "
+                "of rows in some than in others, or in another order: collate them alike"
+            )
+    return Pieces(tuple(form.rows[next(iter(call.parameters))] for call in calls))
+
+
 def _collation(
-    model: nn.Module, call: LoopCall, form: BatchForm, collate_fn: Any
+    model: nn.Module,
+    calls: tuple[LoopCall, ...],
+    form: BatchForm,
+    collate_fn: Any,
+    pieces: Pieces,
 ) -> LoaderCollation:
-    parameters, reserved = call.parameters, frozenset(names_of(model).inputs)
-    targets = tuple(beside(n, reserved) for n in form.names if n not in parameters)
+    given, reserved = tuple(dict(c.parameters) for c in calls), frozenset(names_of(model).inputs)
+    known = {name for parameters in given for name in parameters}
+    targets = tuple(beside(n, reserved) for n in form.names if n not in known)
+    inputs = tuple(given[0].values())
     return LoaderCollation(
-        names=(*parameters.values(), *targets),
-        inputs=tuple(parameters.values()),
+        names=(*inputs, *targets),
+        inputs=inputs,
         targets=targets,
         needs_targets=False,
-        function=None if collate_fn is default_collate else collate_fn,
+        # Pieces are taken out of what the function makes, whatever it is.
+        function=None if collate_fn is default_collate and pieces.num == 1 else collate_fn,
         drops_unknown=False,
         form=form,
         collate_fn=collate_fn,
-        parameters=parameters,
+        calls=given,
         reserved=reserved,
+        pieces=pieces,
     )
 
 

@@ -46,11 +46,12 @@ class ShortForward:
     """Replace what a row's frozen blocks compute by rows, where a forward has some.
 
     Args:
-        call: what the loop gives the model.
+        calls: what the loop gives the model, by columns.
         watch: of what is frozen, and of what lies around it.
-        learn: told, once, what the loop gives the model; returns what serves that.
-        renew: brings a batch's rows to the present depth.
-        read: returns what the loader has for a batch's samples, (B, ...) each, by its names.
+        learn: told what the loop gives the model, and what else of the first batch; returns what
+            serves that.
+        renew: brings a batch's rows to the present depth, and to a call's column.
+        read: returns what the loader has for a batch's samples, (R, ...) each, by its names.
 
     Attributes:
         depth: number of blocks that rows may take the place of.
@@ -63,17 +64,17 @@ class ShortForward:
     def __init__(
         self,
         prefix: FrozenPrefix,
-        call: LoopCall,
+        calls: tuple[LoopCall, ...],
         watch: ModelWatch,
         *,
         learn: Callable[[LoopCall], ShortForward],
-        renew: Callable[[RowBatch], None],
+        renew: Callable[[RowBatch, LoopCall], None],
         read: Callable[[RowBatch], Mapping[str, Tensor]],
     ) -> None:
         self._prefix, self._task, self._renew, self._read = prefix, prefix.task, renew, read
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
-        self._call = ForwardCall(self._task.model.model, call)
+        self._call = ForwardCall(self._task.model.model, calls)
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
         self._rows: Tensor | None = None
@@ -161,20 +162,24 @@ class ShortForward:
             and not self.is_confirmed
             and (call := self._call.learned(args, kwargs)) is not None
         ):
-            self.is_confirmed = True
-            if call != self._call.call and (other := self._learn(call)) is not self:
+            if call != self._call.calls[0] and (other := self._learn(call)) is not self:
                 return other._begin(model, args, kwargs)
-        mark = self._call.mark_of(args, kwargs)
+            self.is_confirmed = True
+        found = self._call.rows_of(args, kwargs)
+        # Only in the first batch entries say their names that no known call is given.
+        more = self._call.learned(args, kwargs) if found is None and is_usual else None
+        if more is not None:
+            self._learn(more)
         self.refuse_replaced()
-        if mark is not None and self.depth and self._is_as_it_was():
+        if found is not None and self.depth and self._is_as_it_was():
             self._refuse_thawed()
-            self._rows = self._rows_of(mark)
-        if self._rows is None:
-            self._tell_once(model)
-        else:
+            self._rows = self._rows_of(*found)
+        if self._rows is not None:
             self.num_served += 1
             self._version = self._rows._version
-            self._batches = [*mark.batches.values()] if mark is not None else []
+            self._batches = [] if found is None else [*found[0].batches.values()]
+        elif more is None or any(more.parameters == one.parameters for one in self._call.calls):
+            self._tell_once(model)
         plainly: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
             BatchEntry, self._plain, (args, kwargs)
         )
@@ -182,7 +187,7 @@ class ShortForward:
 
     def expect(self, call: LoopCall) -> None:
         """Expect another call from now on, for which rows are the same."""
-        self._call.call = call
+        self._call.calls = (call,)
 
     def _tell_once(self, model: nn.Module) -> None:
         # An evaluation is given other batches, as it should.
@@ -193,12 +198,12 @@ class ShortForward:
                 "or is changed itself: it computes all blocks for them"
             )
 
-    def _rows_of(self, mark: Mark) -> Tensor | None:
+    def _rows_of(self, mark: Mark, call: LoopCall) -> Tensor | None:
         """Return the rows of a mark's batches, (R, ...); None where one has none."""
         batches: list[RowBatch] = [*mark.batches.values()]
         for batch in batches:
-            if batch.depth != self.depth or not batch.call.has_rows_of(self._call.call):
-                self._renew(batch)
+            if batch.depth != self.depth or not batch.call.has_rows_of(call):
+                self._renew(batch, call)
         found = [batch.rows for batch in batches if batch.rows is not None]
         if len(found) < len(batches):
             return None
@@ -304,7 +309,7 @@ class ShortForward:
 @contextmanager
 def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[None]:
     """Have the first forward within the block that is given entries say how it is called."""
-    signature = ForwardCall(model)
+    signature, within = ForwardCall(model), list[RemovableHandle]()
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not holds_entries(args, kwargs):
@@ -313,6 +318,9 @@ def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[No
         if call is not None:
             handle.remove()
             begin(call)
+        elif any(isinstance(one, Mapping) for one in (*args, *kwargs.values())) and not within:
+            within.extend(_refusing_whole(model))
+            return None
         return tree_map_only(BatchEntry, plain, (args, kwargs))
 
     hook = _Hook(torch.compiler.disable(look))
@@ -320,7 +328,24 @@ def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[No
     try:
         yield
     finally:
-        handle.remove()
+        for one in (handle, *within):
+            one.remove()
+
+
+def _refusing_whole(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Have the part be named that is given entries, where the whole is given a mapping."""
+
+    def look(name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if holds_entries(args, kwargs) and ForwardCall(part).learned(args, kwargs) is not None:
+            raise ValueError(
+                f"this {type(model).__name__} is given a mapping, and hands what is in it to its "
+                f"part {name!r}: attach that, model.get_submodule({name!r}), in the model's place"
+            )
+
+    for name, part in model.named_modules():
+        if name and any(isinstance(one, nn.ModuleList) for one in part.modules()):
+            hook = _Hook(torch.compiler.disable(partial(look, name)))
+            yield part.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 @final

@@ -32,10 +32,16 @@ def run_through(own: CutForward, given: Entries, read: Read = output_of) -> Tens
     return read(own.above(hidden, given, training=False))
 
 
-def joined_outputs(answer: Any) -> Tensor:
-    """Return all floating tensors of an answer as one, (N,) float64, whatever they are."""
+def joined_outputs(answer: Any, kept: Tensor | None = None) -> Tensor:
+    """Return all floating tensors of an answer as one, (N,) float64, whatever they are.
+
+    Args:
+        kept: (B, S) bool, tokens that count; None counts all.
+    """
     leaves = tree_leaves(dict(vars(answer)) if hasattr(answer, "__dict__") else answer)
     found = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+    if kept is not None:
+        found = [t[kept] if t.shape[:2] == kept.shape else t for t in found]
     return torch.cat([t.detach().double().flatten() for t in found])
 
 
@@ -117,5 +123,9 @@ def _answer(
         hidden = own.block(index, hidden, entries, training=False)
     if empties:
         hidden = hidden.where(where, 0)
-    answer = output_of(own.above(hidden, entries, training=False)).float()
+    whole = own.above(hidden, entries, training=False)
+    try:
+        answer = output_of(whole).float()
+    except TypeError:  # It is not known what they are.
+        return joined_outputs(whole, kept)
     return answer[kept] if answer.shape[:2] == kept.shape else answer

@@ -83,6 +83,7 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     beside: tuple[str, ...] | None = None,
     constants: Mapping[str, Any] | None = None,
     gives_labels: bool = False,
+    ignores_padding: bool = False,
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -95,6 +96,7 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
         constants: what the forward is given beside all entries.
         gives_labels: whether a loop takes the loss that the forward makes of its labels. Else it
             may read any output, known or not.
+        ignores_padding: whether it is promised that a loop reads nothing of padding.
     Raises:
         ValueError: its forward fails, or has no row of blocks.
     """
@@ -125,12 +127,17 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     if gives_labels:
         keeps_to_labels |= _is_known_loss(model, targets, given, batch, keywords)
     own, mask, answer = _in_parts(
-        model, rows, given, keywords, read=output_of if beside is None else None
+        model,
+        rows,
+        given,
+        keywords,
+        read=output_of if beside is None else None,
+        ignores_padding=ignores_padding,
     )
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
     is_by_token = mask is not None and answer[:2] == given["input_ids"].shape and len(answer) > 2
-    is_known = keeps_to_labels or loss is not None or not is_by_token
+    is_known = keeps_to_labels or ignores_padding or loss is not None or not is_by_token
     mask = mask if len(targets) == 1 and is_known else None
     row = own.row
     refuse_lost_checkpointing(model, row.blocks)
@@ -198,6 +205,7 @@ def _in_parts(
     keywords: Mapping[str, Any],
     *,
     read: Callable[[Any], Tensor] | None,
+    ignores_padding: bool,
 ) -> tuple[CutForward, str | None, torch.Size]:
     """Return the forward in parts, at the first row where these give its answer.
 
@@ -223,7 +231,7 @@ def _in_parts(
                 continue
             if expected.is_meta or gap <= _ROUNDING * float(expected.abs().max()):
                 config = getattr(unwrapped(model), "config", None)
-                mask = padding_mask(own, given, config) if is_known else None
+                mask = padding_mask(own, given, config) if is_known or ignores_padding else None
                 own = CutForward(model, row, inputs=inputs, keywords=keywords, example=blind)
                 return own, mask, expected.shape
             why = why or f"cut at {row.name!r} it gives another answer, by {gap:.3g}"

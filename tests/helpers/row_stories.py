@@ -204,11 +204,15 @@ def assert_right_or_refused(
         _assert_equal(ours, Loop(late).train(attached=False))
 
 
-def assert_served(story: Story, caplog: pytest.LogCaptureFixture) -> None:
-    """Fail where the last epoch was not served from rows, or has other numbers."""
+def assert_served(story: Story, caplog: pytest.LogCaptureFixture, *, num_pieces: int = 1) -> None:
+    """Fail where the last epoch was not served from rows, or has other numbers.
+
+    Args:
+        num_pieces: rows that each sample has.
+    """
     ours = Loop(story).train(attached=True)
     _assert_equal(ours, Loop(story).train(attached=False))
-    num = len(ours.dataset)
+    num = len(ours.dataset) * num_pieces
     assert ours.hits[-1] == num, f"hits {ours.hits} of {num}; {_warnings_in(caplog)}"
     # Looks at some samples are fine.
     few = DEPTH * num // 2
