@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -145,8 +146,13 @@ class RowBatch:
 
 
 def _table(number: int, num_rows: int) -> Tensor:
+    return _places(num_rows) + torch.tensor([number, 0])
+
+
+@lru_cache(maxsize=16)
+def _places(num_rows: int) -> Tensor:
     places = torch.arange(num_rows)
-    return torch.stack([torch.full_like(places, number), places], dim=1)
+    return torch.stack([torch.zeros_like(places), places], dim=1)
 
 
 @final

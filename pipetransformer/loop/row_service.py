@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, final
 
@@ -121,7 +121,7 @@ class RowService:
         self._ignores_padding = bool(settings.get(_IGNORES))
         self._settings = {name: value for name, value in settings.items() if name in SETTINGS}
         self._model, self._keeps_to_labels = model, keeps_to_labels
-        self._to_come: deque[tuple[int, Tensor]] = deque()
+        self._to_come: deque[_Coming] = deque()
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
         self._has_told = False
@@ -525,27 +525,27 @@ class RowService:
             )
             self.feed.prefix.begin_edition()
         self._to_come.clear()  # The loop may have left the last epoch early.
-        self._to_come.extend((self.epoch, self._ids(ids)) for ids in drawn)
+        self._to_come.extend(_Coming(self.epoch, own, self._ids(own)) for own in drawn)
 
     def _ids(self, indices: list[int]) -> Tensor:
         """Return samples' places; those that a sampler counts from the end, from the beginning."""
-        ids = torch.tensor(indices)
-        return ids.where(ids >= 0, ids + self._num_samples)
+        return torch.tensor([i if i >= 0 else i + self._num_samples for i in indices])
 
     def _fetches_to_come(self) -> Iterator[tuple[int, Tensor]]:
         """Yield what the feed will be asked for: of each batch its columns, in turn."""
-        for epoch, ids in tuple(self._to_come):
+        for coming in tuple(self._to_come):
             for column in range(len(self._calls)):
-                yield epoch, self._pieces.ids(ids, column)
+                yield coming.epoch, self._pieces.ids(coming.ids, column)
 
     def made(self, indices: list[int]) -> Any:
         """Return a batch in the loader's form, whose entries know its rows."""
         self.take_up_columns()
-        ids, to_come = self._ids(indices), self._to_come
+        to_come = self._to_come
         # Some may have been skipped, as where a run is resumed.
-        while to_come and not torch.equal(to_come[0][1], ids):
+        while to_come and to_come[0].indices != indices:
             to_come.popleft()
-        epoch = to_come[0][0] if to_come else self.epoch
+        due = to_come[0] if to_come else _Coming(self.epoch, indices, self._ids(indices))
+        ids, epoch = due.ids, due.epoch
         is_made_of_rows = self._form.is_whole and not self._reads
         read = None if is_made_of_rows else self._read_as_loaded(indices, epoch)
         own = {} if read is None else self._form.entries_of(read)
@@ -625,7 +625,7 @@ class RowService:
     def _renew(self, batch: RowBatch, call: LoopCall) -> None:
         """Bring a batch that was given before to the present depth, and to a call's column."""
         column = next(c for c, one in enumerate(self._calls) if one.has_rows_of(call))
-        self._to_come.appendleft((batch.epoch, batch.ids))
+        self._to_come.appendleft(_Coming(batch.epoch, batch.ids.tolist(), batch.ids))
         try:
             fetched = self._fetch(batch.ids, batch.epoch, column)
         finally:
@@ -661,16 +661,23 @@ class RowService:
 
     def _note_stats(self) -> None:
         # A cache of another depth begins to count anew.
-        more, known = self.feed.take_stats(), self._stats
-        self._stats = CacheStats(
-            *(getattr(known, one.name) + getattr(more, one.name) for one in fields(CacheStats))
-        )
+        self._stats += self.feed.take_stats()
 
     def close(self) -> None:
         """Give the model its own forward back, and free the rows."""
         self.forward.close()
         self.feed.close()
         self.world.close()
+
+
+@final
+@dataclass(frozen=True)
+class _Coming:
+    """Name a batch to come: its epoch, what its sampler has drawn, and the samples, (B,)."""
+
+    epoch: int
+    indices: list[int]
+    ids: Tensor
 
 
 def _refuse_prompts(model: nn.Module) -> None:
