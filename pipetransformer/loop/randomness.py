@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipetransformer.feed import own_random_numbers
-from pipetransformer.model import whole_in_mode
-
-
-class _ReachedError(Exception):
-    """Say that a forward has come as far as it is looked at."""
-
-
-def draws_below(model: nn.Module, block: nn.Module, entries: Mapping[str, Tensor]) -> bool:
-    """Tell whether a training forward draws random numbers before a block has returned.
-
-    What is frozen runs in eval mode, but not the modules around it: they may drop blocks out, or
-    hidden states between them. Rows would lack that.
-    """
-    device = next(model.parameters()).device
-
-    def stop(*_: object) -> None:
-        raise _ReachedError
-
-    handle = block.register_forward_hook(stop)
-    try:
-        with (
-            own_random_numbers(device),
-            torch.no_grad(),
-            whole_in_mode(model, training=True),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            before = _states(device)
-            with suppress(_ReachedError):
-                model(**entries)
-            return _states(device) != before
-    finally:
-        handle.remove()
 
 
 def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> tuple[bool, bool]:
@@ -55,17 +23,17 @@ def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> 
         owners: what is read, and what reads it; their attributes are looked through.
     """
     with own_random_numbers(_CPU), generators_kept(*owners):
-        before, own = _states(_CPU), [state() for state in _own_states(owners)]
+        before, own = generator_states(_CPU), [state() for state in _own_states(owners)]
         read()
         after = [state() for state in _own_states(owners)]
-        return _states(_CPU) != before, after != own
+        return generator_states(_CPU) != before, after != own
 
 
 _CPU = torch.device("cpu")
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _states(device: torch.device) -> list[Any]:
+def generator_states(device: torch.device) -> list[Any]:
     """Return where the generators are that models draw from."""
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     found = [torch.get_rng_state(), *on_gpu, random.getstate(), np.random.get_state()]
@@ -151,7 +119,7 @@ def states_of(owners: tuple[object, ...]) -> States:
 
 
 def _told(generators: list[Any]) -> list[Any]:
-    return [_states(_CPU), [*map(_state, generators)]]
+    return [generator_states(_CPU), [*map(_state, generators)]]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from pipetransformer.checks import attributes_of
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.loop.randomness import generator_states
 from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mode
 
 _NUM_SAMPLES, _NUM_ALONE = 3, 2
@@ -101,7 +102,7 @@ class RowProbe:
         """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
         blocks, entrance = self.partial.row.blocks[:depth], self.partial.row.entrance
         with torch.enable_grad():
-            trained, _ = self._run(entries, depth, training=True)
+            trained = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
         if learned := _learned(trained, len(hidden)):
             raise _Finding(f"{learned} takes part in what they return, and goes on learning")
@@ -130,6 +131,25 @@ class RowProbe:
                     "read, and would not find where rows are read"
                 )
         return entrance is not None
+
+    def _run_without_draws(self, entries: Batch, depth: int) -> Tensor:
+        """Return what blocks return in training, where nothing below their end draws."""
+        torch.manual_seed(0)
+        before, trained, failure = generator_states(self.device), None, None
+        try:
+            trained, _ = self.partial(entries, last=depth, training=True)
+        except RuntimeError as error:  # A block that was dropped is not reached.
+            failure = error
+        if generator_states(self.device) != before:
+            raise _Finding(
+                f"a training forward draws random numbers below block {depth} (it drops blocks, "
+                "or hidden states between them), which rows would lack; set that to 0 in its "
+                "configuration"
+            )
+        if trained is None:
+            assert failure is not None
+            raise failure
+        return trained
 
     def _look_at_mates(
         self, ids: Sequence[int], entries: Batch, hidden: Tensor, answers: list[Any], depth: int

@@ -41,7 +41,7 @@ from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.loop.pieces import Pieces, in_pieces
-from pipetransformer.loop.randomness import draws_below, draws_in_reading, generators_kept
+from pipetransformer.loop.randomness import draws_in_reading, generators_kept
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.rounding import compare_rounded
 from pipetransformer.loop.row_probe import RowProbe
@@ -387,9 +387,7 @@ class RowService:
             )
         self.forward.give_back()
         self._freeze(num_frozen)
-        if depth and (
-            self.sees_first or self._draws_below(depth) or not self._are_rows_right(depth)
-        ):
+        if depth and (self.sees_first or not self._are_rows_right(depth)):
             depth = 0
         self._note_stats()
         # What is kept serves loops in any mode.
@@ -397,28 +395,6 @@ class RowService:
             self.feed.prefix.set_depth(depth, on_stage_0=True, use_cache=depth > 0)
             self.feed.follow_prefix()
         self.forward.set_depth(depth)
-
-    def _draws_below(self, depth: int) -> bool:
-        """Tell, with a warning, whether frozen blocks are not all that lies below `depth`."""
-        model = self.task.model
-        names = (*model.inputs, *model.sides_of(0, len(model.sublayers)))
-        entries = {n: self._example[n].to(self.device) for n in names if n in self._example}
-        with (
-            left_alone(model.model, self.device),
-            in_own_forward(model.model),
-            self.task.computing(self.device),
-        ):
-            draws = draws_below(model.model, self.row_blocks[depth - 1], entries)
-        if draws and not self._has_told:
-            self._has_told = True
-            _LOGGER.warning(
-                "no cache: a training forward of %s draws random numbers below block %d (it drops "
-                "blocks, or hidden states between them), which rows would lack; set that to 0 in "
-                "its configuration",
-                type(model.model).__name__,
-                depth,
-            )
-        return draws
 
     def _are_rows_right(self, depth: int) -> bool:
         """Return whether rows may take the blocks' place; a warning says why not."""
