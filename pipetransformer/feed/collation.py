@@ -105,7 +105,7 @@ class Collation:
             return None
         found = {}
         for name in dict.fromkeys((*self.names, *self.unseen)):
-            own = [n for n in names_for(name) if n in names]
+            own = [n for n in dict.fromkeys(names_for(name)) if n in names]
             values = [item[own[0]] for item in items] if len(own) == 1 else []
             if len(own) > 1 or any(value is None for value in values):
                 return None
