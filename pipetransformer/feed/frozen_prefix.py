@@ -131,13 +131,15 @@ class FrozenPrefix:
         # Within a run settings stay; a row of another run must have the same ones.
         settings = settings_of(model) if self.task.config.cache_keep else [""] * self.depth
         for layer in range(len(self.stamps), self.depth):
-            tensors = (
-                named
-                for index in range(model.first_active(layer), model.first_active(layer + 1))
-                for named in model.tensors(index).items()
-            )
-            below = self.stamps[-1] if self.stamps else 0
-            self.stamps.append(chain_hash(below, tensors, mode=mode + settings[layer]))
+            sublayers = range(model.first_active(layer), model.first_active(layer + 1))
+            named = [pair for index in sublayers for pair in model.tensors(index).items()]
+            below, how = self.stamps[-1] if self.stamps else 0, mode + settings[layer]
+            if not self.task.config.cache_keep:
+                # Within a run the sum by which edits are noticed tells prefixes apart, too. It is
+                # taken where the weights are: to hash a GPU's takes a second for each gigabyte.
+                own = f"{[name for name, _ in named]} {fingerprint(one for _, one in named)}"
+                how, named = f"{how} {own}", []
+            self.stamps.append(chain_hash(below, named, mode=how))
         holders = (model.holder(name) for i in self._sublayers() for name in model.tensors(i))
         held = [
             (module._parameters if name in module._parameters else module._buffers, name)
