@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,19 +69,29 @@ def _sum_of_words(values: Tensor) -> Tensor:
     """Return a 0-dim int64 of (N,) bytes on their device, the same on every device."""
     words = values[: len(values) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
     total = values[len(words) * _WORD_BYTES :].sum()  # The last bytes, at most 3.
+    if values.device.type == "cpu":
+        return total + _sum_in_blocks(words.numpy())
     factors = _factors(values.device)
-    # A CPU widens one block at a time, in its cache; a GPU many, to launch few kernels.
-    most = 1 if values.device.type == "cpu" else _BLOCKS_OF_A_GPU
-    for number, part in enumerate(words.split(most * _BLOCK_WORDS)):
-        if most == 1:
-            sums = torch.dot(part.long(), factors[: len(part)])
-        else:
-            whole = nn.functional.pad(part.long(), (0, -len(part) % _BLOCK_WORDS))
-            sums = (whole.view(-1, _BLOCK_WORDS) * factors).sum(dim=1)
+    # Many blocks at once, to launch few kernels.
+    for number, part in enumerate(words.split(_BLOCKS_OF_A_GPU * _BLOCK_WORDS)):
+        whole = nn.functional.pad(part.long(), (0, -len(part) % _BLOCK_WORDS))
+        sums = (whole.view(-1, _BLOCK_WORDS) * factors).sum(dim=1)
         # An odd factor for each block, as blocks may change places; integers wrap around.
-        blocks = torch.arange(sums.numel(), device=values.device) + number * most
+        first = number * _BLOCKS_OF_A_GPU
+        blocks = torch.arange(first, first + sums.numel(), device=values.device)
         total = total + (sums * ((2 * blocks + 1) * _BLOCK_FACTOR)).sum()
     return total
+
+
+def _sum_in_blocks(words: np.ndarray) -> int:
+    """Return the same of (N,) int32 words, less the last bytes."""
+    # Blocks that are widened within a core's cache; by numpy, as torch wakes threads for each.
+    factors, total = _factors(torch.device("cpu")).numpy(), 0
+    for number, start in enumerate(range(0, len(words), _BLOCK_WORDS)):
+        part = words[start : start + _BLOCK_WORDS].astype(np.int64)
+        total += int(np.dot(part, factors[: len(part)])) * (2 * number + 1) * _BLOCK_FACTOR
+    total &= (1 << 64) - 1
+    return total - (1 << 64) if total >> 63 else total
 
 
 @lru_cache(maxsize=2)
