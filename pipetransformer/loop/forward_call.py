@@ -43,13 +43,18 @@ class LoopCall:
         parameters: by an entry's name, the parameter that is given it.
         constants: other arguments that are not the default's, the same in all forwards.
         positional: parameters that are given by position, in their order.
-        targets: those of the loss that the forward is given, too.
+        targets: by an entry's name, the target of the loss that the forward is given, too.
     """
 
     parameters: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
     positional: tuple[str, ...] = ()
-    targets: frozenset[str] = frozenset()
+    targets: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the targets without which the forward does not run, so that they are inputs."""
+        return frozenset(self.parameters.values()) & frozenset(TARGETS)
 
     def has_rows_of(self, other: LoopCall) -> bool:
         """Return whether the same rows serve both."""
@@ -73,7 +78,7 @@ def guessed_call(model: nn.Module, names: Sequence[str]) -> LoopCall | None:
     own = names_of(model)
     call = None
     if known := {name: name for name in own.inputs if name in names}:
-        call = LoopCall(known, targets=frozenset(own.targets) & frozenset(names))
+        call = LoopCall(known, targets={n: n for n in own.targets if n in names})
     elif names[0] == "0" and len(names) <= 2:  # An input, and maybe a label.
         call = LoopCall({"0": own.inputs[0]}, positional=own.inputs[:1])
     needed = _needed(model) - {*own.targets}
@@ -169,16 +174,17 @@ class ForwardCall:
         named = _signature(model)
         self.parameters = tuple(one.name for one in named)
         self._defaults = {one.name: one.default for one in named}
-        self._ignored = frozenset((*TARGETS, *_HARMLESS))
+        needed = {name for call in calls for name in call.needs}
+        self._ignored = frozenset((*TARGETS, *_HARMLESS)) - needed
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
         """Return what a forward was given of a batch; None where that is no call of a loop."""
-        parameters, constants, targets = dict[str, str](), dict[str, Any](), set[str]()
+        parameters, constants, targets = dict[str, str](), dict[str, Any](), dict[str, str]()
         positional: list[str] = []
         for place, (name, value) in enumerate(self._given(args, kwargs)):
-            if name in TARGETS and isinstance(value, BatchEntry):
-                targets.add(name)
             if name in self._ignored or name == "":
+                if name in TARGETS and isinstance(value, BatchEntry):
+                    targets[name if (mark := value.mark()) is None else mark.name] = name
                 continue
             # What is a default's value may as well be left out, and what follows it be named.
             if place == len(positional) < len(args) and not self._is_default(name, value):
@@ -193,7 +199,7 @@ class ForwardCall:
                 constants[name] = value
         if not parameters:
             return None
-        return LoopCall(parameters, constants, tuple(positional), frozenset(targets))
+        return LoopCall(parameters, constants, tuple(positional), targets)
 
     def rows_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

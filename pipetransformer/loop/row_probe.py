@@ -86,7 +86,8 @@ class RowProbe:
     def _split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return a batch's inputs, and those of its other entries that a forward may be given."""
         inputs = self.task.model.inputs
-        takes = [name for name in TARGETS if name in forward_parameters(self.task.model.model)]
+        parameters = forward_parameters(self.task.model.model)
+        takes = [name for name in TARGETS if name in parameters and name not in inputs]
         return (
             {name: entry for name, entry in batch.items() if name in inputs},
             {name: batch[name].to(self.device) for name in takes if name in batch},

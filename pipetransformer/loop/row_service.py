@@ -46,7 +46,15 @@ from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.rounding import compare_rounded
 from pipetransformer.loop.row_probe import RowProbe
 from pipetransformer.loop.short_forward import ShortForward
-from pipetransformer.model import LayeredModel, Task, adamw, names_of, present, row_of
+from pipetransformer.model import (
+    ForwardFailedError,
+    LayeredModel,
+    Task,
+    adamw,
+    names_of,
+    present,
+    row_of,
+)
 from pipetransformer.processes import connect
 
 _LOGGER = logging.getLogger(__name__)
@@ -139,11 +147,27 @@ class RowService:
         self._rounds = self.task.config.cache_dtype is not None
 
     def _look_at(self, calls: tuple[LoopCall, ...]) -> None:
-        """Run the model on some samples, as the loop does, and make all that serves it.
+        """Look at the model, with its labels where it does not run without them.
 
         Args:
             calls: of the model, one for each column of the loader's batches.
         """
+        try:
+            self._look_without_labels(calls)
+        except ForwardFailedError:
+            labels = calls[0].targets
+            if not labels:
+                raise
+            # A decoder whose inputs are made of labels: they are inputs as others are.
+            self._look_without_labels(
+                tuple(
+                    replace(one, parameters={**one.parameters, **labels}, targets={})
+                    for one in calls
+                )
+            )
+
+    def _look_without_labels(self, calls: tuple[LoopCall, ...]) -> None:
+        """Run the model on some samples, as the loop does, and make all that serves it."""
         base, model, self._calls, call = self._base, self._model, calls, calls[0]
         self._pieces = pieces = _pieces(self._whole_form, calls)
         self._form = self._whole_form.in_pieces(pieces)
@@ -183,6 +207,7 @@ class RowService:
                 constants=call.constants,
                 gives_labels=bool(call.targets),
                 ignores_padding=self._ignores_padding,
+                needs=call.needs,
             )
             if "cache_check" not in self._settings and not HeldTargets(samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
@@ -210,7 +235,12 @@ class RowService:
         self._look_for_draws(base)
         watch = ModelWatch(self._watched(0))
         self.forward = ShortForward(
-            prefix, calls, watch, learn=self._learn, renew=self._renew, read=self._read_inputs
+            prefix,
+            calls,
+            watch,
+            learn=self._learn,
+            renew=self._renew,
+            read=self._read_inputs,
         )
 
     def _learn(self, call: LoopCall) -> ShortForward:
@@ -219,7 +249,8 @@ class RowService:
             self._add_column(call)
             return self.forward
         known = self._calls[0]
-        keeps = call.targets >= known.targets or not self.task.model.reads_by_labels
+        gives_as_many = {*call.targets.values()} >= {*known.targets.values()}
+        keeps = gives_as_many or not self.task.model.reads_by_labels
         if known.has_rows_of(call) and keeps:
             self._partial.call, self._calls = call, (call,)
             self.forward.expect(call)

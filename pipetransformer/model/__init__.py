@@ -11,6 +11,7 @@ from pipetransformer.model.general import (
     TARGETS,
     WAYS_OUT,
     EntryNames,
+    ForwardFailedError,
     forward_parameters,
     names_of,
     present,
@@ -60,9 +61,9 @@ from pipetransformer.model.task import (
 from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
-    "DTYPES", "EntryNames", "LAYER", "LayeredModel", "LentModel", "LossScale", "NamedParameters",
-    "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer", "TARGETS", "Task",
-    "WAYS_OUT", "adamw", "adapt",
+    "DTYPES", "EntryNames", "ForwardFailedError", "LAYER", "LayeredModel", "LentModel",
+    "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer",
+    "TARGETS", "Task", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "large_embeddings", "modes_of",

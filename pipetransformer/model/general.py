@@ -13,7 +13,7 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -57,6 +57,10 @@ class EntryNames:
     targets: tuple[str, ...]
 
 
+class ForwardFailedError(ValueError):
+    """Say that a model cannot be run on what it is given."""
+
+
 def names_of(model: nn.Module) -> EntryNames:
     """Read the names from the signature of a model's forward."""
     takes = forward_parameters(model)
@@ -84,6 +88,7 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     constants: Mapping[str, Any] | None = None,
     gives_labels: bool = False,
     ignores_padding: bool = False,
+    needs: Collection[str] = (),
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -97,11 +102,13 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
         gives_labels: whether a loop takes the loss that the forward makes of its labels. Else it
             may read any output, known or not.
         ignores_padding: whether it is promised that a loop reads nothing of padding.
+        needs: targets without which the forward does not run, so that they are inputs.
     Raises:
-        ValueError: its forward fails, or has no row of blocks.
+        ForwardFailedError: its forward fails.
+        ValueError: it has no row of blocks.
     """
     names = names_of(model)
-    inputs = tuple(name for name in names.inputs if name in batch)
+    inputs = tuple(name for name in (*names.inputs, *needs) if name in batch)
     takes_cache = "use_cache" in forward_parameters(model)
     keywords = {**({"use_cache": False} if takes_cache else {}), **(constants or {})}
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -176,7 +183,9 @@ def _found(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[R
             f"{WAYS_OUT}"
         ) from error
     except Exception as error:
-        raise ValueError(f"the forward of this {name} fails for two samples: {error}") from error
+        raise ForwardFailedError(
+            f"the forward of this {name} fails for two samples: {error}"
+        ) from error
 
 
 def _refuse_routers(model: nn.Module) -> None:

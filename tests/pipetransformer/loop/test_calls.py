@@ -20,6 +20,8 @@ from transformers import (
     CLIPModel,
     DataCollatorForTokenClassification,
     PreTrainedTokenizerFast,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 import freeze as freezing
@@ -319,3 +321,71 @@ def test_adapters_that_are_switched_off_within_a_step_stay_frozen() -> None:
 
     loader = DataLoader(Samples(dict(data(kind).tensors)), 5)
     assert_served(make, lambda: loader, "base_model.model." + kind.blocks, loss_of)
+
+
+def whisper() -> nn.Module:
+    """Build one whose decoder makes its inputs of labels."""
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=30,
+            d_model=16,
+            encoder_layers=3,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            num_mel_bins=4,
+            max_source_positions=8,
+            max_target_positions=8,
+            dropout=0.0,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )  # fmt: skip
+    )
+
+
+def speech() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "input_features": torch.randn(4, 16, generator=generator, dtype=torch.float64),
+            "labels": torch.randint(3, 30, (5,), generator=generator),
+        }
+        for _ in range(NUM_SAMPLES)
+    ]
+
+
+def of_labels(model: Any, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def of_labels_by_hand(model: Any, batch: Any) -> Tensor:
+    logits = model(batch["input_features"], labels=batch["labels"])["logits"]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize("loss_of", [of_labels, of_labels_by_hand])
+def test_a_decoder_that_needs_labels_is_run_with_them(loss_of: Loss) -> None:
+    assert_served(whisper, lambda: DataLoader(speech(), 4), "model.encoder.layers", loss_of)
+
+
+def of_changed_labels(model: Any, batch: Any) -> Tensor:
+    batch["labels"][:, 0] = -100
+    return of_labels(model, batch)
+
+
+def test_labels_that_a_loop_changes_have_the_forward_run_from_its_start() -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(speech(), 4)
+
+    plain = run(whisper, loader(), "model.encoder.layers", of_changed_labels, attached=False)
+    ours = run(whisper, loader(), "model.encoder.layers", of_changed_labels, attached=True)
+    assert ours[0] == pytest.approx(plain[0], rel=1e-9)
+    for name, tensor in plain[1].items():
+        torch.testing.assert_close(ours[1][name], tensor, rtol=1e-9, atol=1e-9)
