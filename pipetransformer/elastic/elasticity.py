@@ -10,6 +10,7 @@ it goes back to the pipeline before where that was faster.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from autopipe.plan import PipelinePlan, PlanRequest
 from freeze import (
     JOURNAL_FILE,
     FreezeContext,
+    FreezeDecision,
     FreezePolicy,
     PolicyError,
     checked_decision,
@@ -39,6 +41,8 @@ from pipetransformer.measure import Measurements, measure
 from pipetransformer.model import Task
 from pipetransformer.processes import World, free_bytes, plannable_bytes, tightest
 from pipetransformer.stage import StepResult
+
+_LOGGER = logging.getLogger(__name__)
 
 _NOISE = 0.03
 """Share by which medians of a few steps may differ without meaning anything."""
@@ -142,7 +146,7 @@ class Elasticity:
         self._journal: Journal | None = None
         self._pace = Pace()
         self._review: Review | None = None
-        self._has_just_measured = False
+        self._has_just_measured = self._has_told_of_room = False
 
     @property
     def have_begun(self) -> bool:
@@ -348,11 +352,46 @@ class Elasticity:
             return recorded
         # Another world needs another pipeline, but what was frozen must stay what it was.
         held = recorded or freeze
-        plan, use_cache = self.planner.plan(clock, held.num_frozen, before, held.resting)
-        made = Decision(clock.step, held.num_frozen, plan, use_cache, held.reason, held.resting)
+        made = self._made(clock, held, before)
         if made.changes(before):
             told["sureness"] = self.planner.how_sure(clock, before, made)
         return made
+
+    def _made(
+        self, clock: Clock, held: Decision | FreezeDecision, before: Decision | None
+    ) -> Decision:
+        """Plan for what is to be frozen, or for the most of it that some pipeline has room for.
+
+        Frozen weights all move to stage 0, which may then need more memory than any stage before.
+
+        Raises:
+            ValueError: not even what is frozen now has a pipeline, or a user's planner raised.
+        """
+        least = min(held.num_frozen, before.num_frozen if before is not None else 0)
+        refusal, reason = "", held.reason
+        for num_frozen in range(held.num_frozen, least - 1, -1):
+            try:
+                plan, use_cache = self.planner.plan(clock, num_frozen, before, held.resting)
+            except ValueError as error:
+                if callable(self._task.config.plan) or num_frozen == least:
+                    raise
+                refusal = refusal or str(error)
+                continue
+            if refusal:
+                reason = f"{reason}; {num_frozen} of {held.num_frozen}, as more fits nowhere"
+                self._tell_of_room(held.num_frozen, num_frozen, refusal)
+            return Decision(clock.step, num_frozen, plan, use_cache, reason, held.resting)
+        raise AssertionError("the last one returns or raises")
+
+    def _tell_of_room(self, wanted: int, num_frozen: int, refusal: str) -> None:
+        if not self._has_told_of_room:
+            self._has_told_of_room = True
+            _LOGGER.warning(
+                "%d layers were to be frozen, and %d are: frozen weights lie on stage 0, and %s",
+                wanted,
+                num_frozen,
+                refusal,
+            )
 
     def _review_plan(self) -> Change:
         """Compare a new plan's first steps with the plan before, and choose. Collective."""

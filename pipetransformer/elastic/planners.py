@@ -252,8 +252,10 @@ def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
                 refusals.append(str(error))
         if plans:
             return plans
-    # Of pipelines over all slots the longest has fewest layers a slot: what it lacks says most.
-    raise ValueError(refusals[len(choices[0]) - 1])
+    # Of pipelines over all slots the longest has fewest layers a slot: what it lacks says most, if
+    # it is memory and not layers.
+    first = refusals[: len(choices[0])]
+    raise ValueError(([one for one in first if "memory_limit_bytes" in one] or first)[-1])
 
 
 def of_length(situation: PlanSituation, length: int) -> PlanRequest:
