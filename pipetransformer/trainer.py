@@ -331,6 +331,7 @@ class Trainer:
         stage, timeline, stops = self._stage, self._timeline, self._events.wants_stop
         if isinstance(stage, AsynchronousStage):
             return self._next_of_stream(stage, stops=stops)
+        self._feed.is_undisturbed = self._is_undisturbed
         rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
         device = self.world.device
         recorder = None if trace is None else trace.recorder(stage.index, device=device)
@@ -341,9 +342,13 @@ class Trainer:
     @property
     def _looks(self) -> bool:
         """Return whether code of the user's may have run since the last step, or a few have."""
-        timeline, is_alone = self._timeline, self._is_fitting and not self.config.callbacks
-        step = timeline.position.step
-        return not is_alone or timeline.at_epoch_start or step < 2 or step % _LOOKS_EVERY == 0
+        timeline, step = self._timeline, self._timeline.position.step
+        is_due = timeline.at_epoch_start or step < 2 or step % _LOOKS_EVERY == 0
+        return is_due or not self._is_undisturbed
+
+    @property
+    def _is_undisturbed(self) -> bool:
+        return self._is_fitting and not self.config.callbacks
 
     def _next_of_stream(self, stage: AsynchronousStage, *, stops: bool) -> StepResult:
         """Return the coming step's result from a stream, which is trained to the next pause.

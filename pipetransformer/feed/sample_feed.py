@@ -89,6 +89,8 @@ class SampleFeed:
     Attributes:
         copies: whether a batch stays what it is; else the fetch after the next may change it.
         advice: what to do where samples vary.
+        is_undisturbed: whether nothing of the user's runs between two fetches, so that samples
+            need not be compared right before their step.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class SampleFeed:
         keeps: int = 1,
         augments: bool = False,
     ) -> None:
-        self.prefix, self.copies = prefix, False
+        self.prefix, self.copies, self.is_undisturbed = prefix, False, False
         self.advice = (
             "The Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
             "says that none are to be kept, its eval_collate_fn= how evaluations' batches are made"
@@ -317,7 +319,9 @@ class SampleFeed:
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
         coming = coming or Fetch(epoch, ids)
         if (block := self._read_block(coming)) is not None:
-            return self._taken(block, ids, epoch)
+            batch = self._taken(block, ids, epoch, is_fresh=True)
+            assert batch is not None
+            return batch
         batch = self._fetch_one(self._cache, coming, keeps=keeps)
         if self._augment is not None:
             batch[HIDDEN] = self._augmented(batch, ids, epoch)
@@ -336,10 +340,15 @@ class SampleFeed:
             return None
         if self._store is None or self._store.is_condemned():
             return None
-        return self._taken(block, ids, epoch)
+        return self._taken(block, ids, epoch, is_fresh=False)
 
-    def _taken(self, block: RowBlock, ids: Tensor, epoch: int) -> Batch:
+    def _taken(self, block: RowBlock, ids: Tensor, epoch: int, *, is_fresh: bool) -> Batch | None:
         batch, stats = block.take()
+        changed = self._rows.content.changed
+        if not is_fresh and not self.is_undisturbed and changed is not None:
+            # A label may have been corrected since the read.
+            if bool(changed(ids, batch).any()):
+                return None
         self._block = block if block.has_more else None
         self._stats += stats
         if self._augment is not None:
@@ -353,6 +362,8 @@ class SampleFeed:
             return None
         if self._reads_ahead(store, coming.ids):
             return None
+        if self._rows.content.checks_every and not self.is_undisturbed:
+            return None  # Each sample is to be compared right before its step.
         on_gpu = self._world.device.type == "cuda"
         steps = hit_together(
             (coming.ids, *coming.later),

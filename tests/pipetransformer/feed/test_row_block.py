@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,9 +110,35 @@ def test_a_sample_that_changed_is_found_when_rows_are_read_at_once(tmp_path: Pat
     for step in STEPS:
         feed.fetch(step)
     foresee(feed, STEPS)
+    feed.samples.is_undisturbed = True
     feed.data.data.tensors[0][4] += 1
     for step in STEPS:
         assert_right(feed, step, (0, 0, 2))
+
+
+def labelled(rows: Any) -> None:
+    """Have a feed's rows be compared with the labels of its data set."""
+    labels = rows.samples.dataset.data.tensors[1]
+    changed = lambda ids, kept: labels[ids] != kept["y"]  # noqa: E731
+    rows._rows.content = replace(rows._rows.content, changed=changed)
+
+
+@pytest.mark.parametrize("is_undisturbed", [False, True])
+def test_a_label_that_is_corrected_meanwhile_shows_at_once_where_others_run_between_steps(
+    filled: tuple[Feed, list[int]], is_undisturbed: bool
+) -> None:
+    feed, sizes = filled
+    feed.samples.is_undisturbed = is_undisturbed
+    labelled(feed.samples)
+    feed.samples._cache = feed.samples._cache_over(feed.samples._store, feed.samples._rows.content)
+    assert_right(feed, STEPS[0], (2, 0, 0))
+    before = feed.data.data.tensors[1].clone()
+    feed.data.data.tensors[1][9] += 1
+    batch = feed.samples.rows(1).fetch(STEPS[1])
+    assert torch.equal(
+        batch["y"], (before if is_undisturbed else feed.data.data.tensors[1])[STEPS[1]]
+    )
+    assert len(sizes) == 1 + (not is_undisturbed)
 
 
 def test_large_rows_are_read_step_by_step() -> None:
