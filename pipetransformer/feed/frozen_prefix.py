@@ -88,6 +88,11 @@ class FrozenPrefix:
             self.stamps.clear()
             self._stamp_layers()
 
+    @property
+    def stamp(self) -> int:
+        """Return the hash of the whole prefix; 0 where it has none."""
+        return self.stamps[-1] if self.stamps else 0
+
     def begin_edition(self) -> None:
         """Let no row hit that was made until now: something else than tensors has changed."""
         self._edition += 1

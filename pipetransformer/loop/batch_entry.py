@@ -108,8 +108,9 @@ class BatchEntry(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # What is written in C++ comes here, past the rules.
-        return _computed(func, args, kwargs or {})
+        # What is written in C++ comes here, past the rules, and versions do not count here.
+        shares = any(one.alias_info is not None for one in func._schema.arguments)
+        return _computed(func, args, kwargs or {}, exposes=shares)
 
 
 def _made(shape: Sequence[int], dtype: torch.dtype) -> BatchEntry:
@@ -129,9 +130,11 @@ def plain(value: Any) -> Any:
     return value._value if isinstance(value, BatchEntry) and value._value is not None else value
 
 
-def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _computed(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, exposes: bool = False
+) -> Any:
     """Call a function with the values of entries; refuse it for what was not read."""
-    exposes = func in _EXPOSING or "out" in kwargs
+    exposes = exposes or func in _EXPOSING or "out" in kwargs
 
     memories: list[tuple[int, _Memory]] = []
 
@@ -301,7 +304,7 @@ def _takes_rows(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
         return takes and all(one is Ellipsis or one == slice(None) for one in rest)
     place, default = _DIMENSIONS[func]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    return bool(dim == 0) or (dim is not None and dim == -args[0].dim())
+    return bool(dim == 0)  # A negative one is another one of the table of rows.
 
 
 def _joined(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -312,6 +315,8 @@ def _joined(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         return NotImplemented
     marks = [one.mark() for one in entries]
     if len({mark and mark.name for mark in marks}) != 1 or marks[0] is None:
+        return NotImplemented
+    if len({bool(mark.batches) for mark in marks}) != 1:  # The first batch may have no rows yet.
         return NotImplemented
     batches = {number: batch for mark in marks for number, batch in mark.batches.items()}
     mark = Mark(marks[0].name, batches, torch.cat([mark.table for mark in marks]))
@@ -357,6 +362,7 @@ _EXPOSING = {
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage,
     Tensor.storage, Tensor.share_memory_, Tensor.apply_, Tensor.map_, Tensor.set_,
     Tensor.resize_, _DATA.__get__, _DATA.__set__, torch.utils.dlpack.to_dlpack,
+    Tensor.__reduce_ex__,
 }  # fmt: skip
 """Functions that hand out the memory of values, or change it without a version."""
 

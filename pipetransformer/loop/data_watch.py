@@ -2,7 +2,7 @@
 
 what holds samples                         what tells
 tensors, of a TensorDataset or items       their versions
-tensors in the data set's attributes       their versions
+tensors in the data set's attributes       their versions, also in a list or tuple of a few
 numpy arrays there                         a fingerprint of their values
 
 Samples that are read from files are not looked at here, nor are labels, which are compared where
@@ -23,7 +23,7 @@ from torch.utils.data import Subset, TensorDataset
 from autocache import fingerprint
 
 _TARGETS = ("targets", "labels", "samples")
-_MOST_ITEMS = 100_000
+_MOST_ITEMS, _MOST_COLUMNS = 100_000, 16
 _VERSION = attrgetter("_version")
 
 
@@ -64,8 +64,9 @@ class DataWatch:
                 yield [value for value in values if isinstance(value, Tensor)]
         else:
             for name, value in getattr(dataset, "__dict__", {}).items():
-                if name not in _TARGETS and isinstance(value, (Tensor, np.ndarray)):
-                    yield value
+                several = value if type(value) in (list, tuple) else [value]
+                if name not in _TARGETS and len(several) <= _MOST_COLUMNS:
+                    yield from (one for one in several if isinstance(one, (Tensor, np.ndarray)))
 
 
 def _named(item: Any) -> Mapping[str, Any]:

@@ -76,6 +76,12 @@ class LoopCall:
 def guessed_call(model: nn.Module, names: Sequence[str]) -> LoopCall | None:
     """Guess what a loop gives its model of a batch's entries; None where names say nothing."""
     own = names_of(model)
+    if not own.inputs:
+        raise ValueError(
+            f"the forward of this {type(unwrapped(model)).__name__} names nothing that it is "
+            "given: a function of *args has taken its place. Give `forward` named parameters, or "
+            "wrap it behind `attach`"
+        )
     call = None
     if known := {name: name for name in own.inputs if name in names}:
         call = LoopCall(known, targets={n: n for n in own.targets if n in names})
@@ -111,6 +117,7 @@ class RowBatch:
         inputs: by parameters; of those that were not read an example, (N, ...).
         not_read: names of these.
         call: whose parameters these are.
+        stamp: of the blocks that have made the rows.
     """
 
     number: int
@@ -122,6 +129,7 @@ class RowBatch:
     inputs: Mapping[str, Tensor]
     not_read: frozenset[str]
     call: LoopCall
+    stamp: int
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

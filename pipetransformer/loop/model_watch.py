@@ -27,6 +27,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_CHECKPOINTS = {"_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
 """Attributes that change no number. TRL's DPO makes them anew in each step."""
 
+_VERSION = operator.attrgetter("_version")
+
 _Place = tuple[Any, Any]
 """A container, and a key of it."""
 
@@ -75,17 +77,24 @@ class ModelWatch:
             if type(one) is list and len(one) <= _MOST_MEMBERS
         ]  # fmt: skip
         self._listed = [*map(tuple, self._lists)]
+        self._tensors = [
+            one for own in values for one in own
+            if isinstance(one, Tensor) and not one.is_inference()
+        ]  # fmt: skip
+        self._versions = [*map(_VERSION, self._tensors)]
         self._children, self._hooked = self._children_now(), self._hooks_now()
-        self._forwards = self._forwards_now()
+        self._forwards, self._sizes = self._forwards_now(), self._sizes_now()
 
     def ignore_changes(self) -> None:
         """Watch no more what has changed by itself, and take the rest as it is now."""
         was = dict(zip(map(id, self._lists), self._listed, strict=True))
+        versions = dict(zip(map(id, self._tensors), self._versions, strict=True))
         for container, keys, old in zip(self._containers, self._keys, self._values, strict=True):
             for key, before in zip(keys, old, strict=False):
-                now = container.get(key)
+                now: Any = container.get(key)
                 before = was.get(id(before), before) if type(before) is list else before
-                if not _same(tuple(now) if type(now) is list else now, before):
+                was_written = id(now) in versions and now._version != versions[id(now)]
+                if was_written or not _same(tuple(now) if type(now) is list else now, before):
                     self.ignored.add((id(container), key))
         self.renew()
 
@@ -96,6 +105,8 @@ class ModelWatch:
     def changed(self) -> bool:
         """Return whether a plain attribute or a hook is another."""
         if not all(map(_same, map(tuple, self._lists), self._listed)):
+            return True
+        if [*map(_VERSION, self._tensors)] != self._versions or self._sizes_now() != self._sizes:
             return True
         if self._hooks_now() != self._hooked:
             return True
@@ -132,6 +143,10 @@ class ModelWatch:
     def _forwards_now(self) -> list[Any]:
         """Return modules' own `forward`."""
         return [*map(dict.get, self._attributes, repeat("forward"))]
+
+    def _sizes_now(self) -> list[int]:
+        """Return how many attributes each module has, but `forward`, which we may set."""
+        return [len(own) - ("forward" in own) for own in self._attributes]
 
     def _values_now(self) -> list[tuple[Any, ...]]:
         pairs = zip(self._getters, self._containers, strict=True)
@@ -193,6 +208,9 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
         (vars(module), {name: vars(module)[name] for name in _plain_names(vars(module))})
         for module in modules
     ]
+    # transformers hooks blocks at the first forward that returns their states, and notes it in an
+    # attribute: both go, or it would hook them twice.
+    hooked = [(hooks, {*hooks}) for m in modules for hooks in (vars(m)[name] for name in HOOKS)]
     with ExitStack() as stack:
         stack.enter_context(generators_kept(*modules))
         stack.enter_context(own_random_numbers(device))
@@ -208,6 +226,9 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
                     if name not in before:
                         del now[name]
                 now.update(before)
+            for hooks, had in hooked:
+                for key in [key for key in hooks if key not in had]:
+                    del hooks[key]
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class RowService:
         call: LoopCall | None = None,
         keeps_to_labels: bool = False,
     ) -> None:
-        self.epoch, self._numbers = 0, itertools.count()
+        self.epoch, self._edit_epoch, self._numbers = 0, 0, itertools.count()
         self._reads = tuple(settings.get(_READS, ()))
         self._ignores_padding = bool(settings.get(_IGNORES))
         self._settings = {name: value for name, value in settings.items() if name in SETTINGS}
@@ -242,6 +242,7 @@ class RowService:
             renew=self._renew,
             read=self._read_inputs,
         )
+        self._parts = self._parts_now()
 
     def _learn(self, call: LoopCall) -> ShortForward:
         """Serve the loop as it calls its model, which is not what was expected, or is more."""
@@ -290,7 +291,13 @@ class RowService:
             self.forward.close()
             self.feed.close()
             self.world.close()
-            self._look_at(calls)
+            expected = self._calls
+            try:
+                self._look_at(calls)
+            except Exception:
+                self._look_at(expected)  # A loop may mend a call that fails, and go on.
+                self.set_depth(max(0, num_frozen))
+                raise
             self.forward.is_confirmed = True
             self.forward.is_awaited, self.forward.num_served = is_awaited, num_served
         if num_frozen >= 0:
@@ -407,6 +414,7 @@ class RowService:
             )
         if num_frozen == self._num_frozen:
             return
+        self._refuse_replaced(num_frozen)
         self._notice_changes()  # Another depth is watched anew.
         self._num_frozen, depth = num_frozen, self.task.prefix_depth(num_frozen)
         if depth < num_frozen and not self._has_told:
@@ -426,6 +434,27 @@ class RowService:
             self.feed.prefix.set_depth(depth, on_stage_0=True, use_cache=depth > 0)
             self.feed.follow_prefix()
         self.forward.set_depth(depth)
+
+    def _parts_now(self) -> list[tuple[int, str, nn.Module, list[str]]]:
+        """List what may freeze: its block, or -1 below them, its name, itself, its parameters."""
+        several = enumerate(self.row_blocks)
+        block_of = {part: index for index, block in several for part in block.modules()}
+        watched = set(self._watched(self.task.model.num_layers))
+        return [
+            (block_of.get(part, -1), name, part, [*part._parameters])
+            for name, part in self._model.named_modules()
+            if part in watched
+        ]
+
+    def _refuse_replaced(self, num_frozen: int) -> None:
+        """Raise a ValueError where what is to freeze is no more what was looked at."""
+        now = [part for part in self._parts_now() if part[0] < num_frozen]
+        if num_frozen and now != [part for part in self._parts if part[0] < num_frozen]:
+            raise ValueError(
+                f"a module of the lower {num_frozen} blocks, or below them, was replaced since "
+                "they were looked at: close this loop and attach the model anew, or begin another "
+                "training"
+            )
 
     def _are_rows_right(self, depth: int) -> bool:
         """Return whether rows may take the blocks' place; a warning says why not."""
@@ -525,14 +554,21 @@ class RowService:
         """Take note of all batches of an epoch."""
         if self._base.num_workers and not self._base.persistent_workers:
             self.feed.end_workers()  # As the loader's own begin anew with each epoch.
-        if self._data.changed() and self.depth:
+        self._notice_edits()
+        self._to_come.clear()  # The loop may have left the last epoch early.
+        self._to_come.extend(_Coming(self.epoch, own, self._ids(own)) for own in drawn)
+
+    def _notice_edits(self) -> None:
+        """Use no row, and no batch, of samples that were edited in memory since."""
+        if not self._data.changed():
+            return
+        self._edit_epoch = self.epoch
+        self.feed.prefix.begin_edition()
+        if self.depth:
             _LOGGER.warning(
                 "samples were edited in memory since the last epoch: what frozen blocks return is "
                 "computed anew"
             )
-            self.feed.prefix.begin_edition()
-        self._to_come.clear()  # The loop may have left the last epoch early.
-        self._to_come.extend(_Coming(self.epoch, own, self._ids(own)) for own in drawn)
 
     def _ids(self, indices: list[int]) -> Tensor:
         """Return samples' places; those that a sampler counts from the end, from the beginning."""
@@ -630,7 +666,11 @@ class RowService:
                 )
 
     def _renew(self, batch: RowBatch, call: LoopCall) -> None:
-        """Bring a batch that was given before to the present depth, and to a call's column."""
+        """Bring a batch, given before the blocks have changed, to a column's rows of today."""
+        if batch.epoch < self._edit_epoch:
+            batch.rows, batch.depth, batch.call = None, self.depth, call
+            batch.stamp = self.feed.prefix.stamp
+            return
         column = next(c for c, one in enumerate(self._calls) if one.has_rows_of(call))
         self._to_come.appendleft(_Coming(batch.epoch, batch.ids.tolist(), batch.ids))
         try:
@@ -638,8 +678,17 @@ class RowService:
         finally:
             self._to_come.popleft()
         batch.rows, batch.depth, batch.call = fetched.get(HIDDEN), self.depth, call
+        batch.stamp = self.feed.prefix.stamp
 
     def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
+        if batch.epoch < self.epoch:
+            self._notice_edits()
+        if batch.epoch < self._edit_epoch:
+            raise ValueError(
+                "a batch of an earlier epoch was kept, and not read; since then samples were "
+                "edited in memory, and what it held is not known. Give reads= the names of the "
+                "model's inputs, or keep no batches"
+            )
         return self._form.entries_of(self._read_as_loaded(batch.ids.tolist(), batch.epoch))
 
     def _row_batch(
@@ -656,9 +705,9 @@ class RowService:
         not_read = frozenset(name for name in inputs if name not in fetched)
         entries = {name: fetched.get(name, self._example[name]) for name in (*inputs, *sides)}
         number = next(self._numbers) if number is None else number
-        num = len(next(iter(fetched.values())))
+        num, stamp = len(next(iter(fetched.values()))), self.feed.prefix.stamp
         call = call or self._calls[0]
-        return RowBatch(number, ids, num, epoch, self.depth, rows, entries, not_read, call)
+        return RowBatch(number, ids, num, epoch, self.depth, rows, entries, not_read, call, stamp)
 
     def take_stats(self) -> CacheStats:
         """Return the cache's counts and times since the last call, and start over."""

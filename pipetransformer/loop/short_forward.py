@@ -81,7 +81,7 @@ class ShortForward:
         self._version, self._batches = 0, list[RowBatch]()
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
-        self._frozen: dict[str, Tensor] = {}
+        self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
         self._with_adapters = modules_with_adapters(self._task.model.model)
         self._adapters = adapters_in_use(self._with_adapters)
         self._has_told = False
@@ -118,10 +118,12 @@ class ShortForward:
             entrance.forward = _Forward(entrance, own, served)
             self._replaced.append(entrance)
         model = self._task.model
+        # Where they lie, as `load_state_dict(assign=True)` puts others there.
         self._frozen = {
-            name: model.tensor(name)
+            name: (vars(holder)["_parameters"], attribute)
             for name, index in model.owners.items()
             if model.sublayers[index].layer < depth
+            for holder, attribute in [model.holder(name)]
         }
         self._with_adapters = modules_with_adapters(model.model)
         self._adapters = adapters_in_use(self._with_adapters)
@@ -202,7 +204,8 @@ class ShortForward:
         """Return the rows of a mark's batches, (R, ...); None where one has none."""
         batches: list[RowBatch] = [*mark.batches.values()]
         for batch in batches:
-            if batch.depth != self.depth or not batch.call.has_rows_of(call):
+            is_old = batch.depth != self.depth or batch.stamp != self._prefix.stamp
+            if is_old or not batch.call.has_rows_of(call):
                 self._renew(batch, call)
         found = [batch.rows for batch in batches if batch.rows is not None]
         if len(found) < len(batches):
@@ -258,16 +261,16 @@ class ShortForward:
             )
 
     def _refuse_thawed(self) -> None:
-        thawed = next((name for name, t in self._frozen.items() if t.requires_grad), None)
-        if thawed is not None and self._adapters:
+        frozen = ((name, table.get(key)) for name, (table, key) in self._frozen.items())
+        thawed = {name: p for name, p in frozen if p is not None and p.requires_grad}
+        if thawed and self._adapters:
             # peft lets adapters learn whenever it switches them, those of frozen blocks, too.
-            for name in self._frozen.keys() & adapter_names(self._task.model.model):
-                self._frozen[name].requires_grad_(False)
-            thawed = next((name for name, t in self._frozen.items() if t.requires_grad), None)
-        if thawed is not None:
+            for name in thawed.keys() & adapter_names(self._task.model.model):
+                thawed.pop(name).requires_grad_(False)
+        if thawed:
             raise ValueError(
-                f"{thawed!r} of a frozen block needs a gradient again, which rows do not have: "
-                "thaw by what you gave as freeze=, or with `freeze_bottom`"
+                f"{next(iter(thawed))!r} of a frozen block needs a gradient again, which rows do "
+                "not have: thaw by what you gave as freeze=, or with `freeze_bottom`"
             )
 
     def _forward(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -312,15 +315,19 @@ def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[No
     signature, within = ForwardCall(model), list[RemovableHandle]()
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not holds_entries(args, kwargs):
-            return None
-        call = signature.learned(args, kwargs)
+        call = signature.learned(args, kwargs) if holds_entries(args, kwargs) else None
         if call is not None:
             handle.remove()
             begin(call)
         elif any(isinstance(one, Mapping) for one in (*args, *kwargs.values())) and not within:
             within.extend(_refusing_whole(model))
             return None
+        elif model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "the first forward says what the model is given of a batch, and freezes; but this "
+                "one is given nothing of it, or changed values. Change samples in the data set or "
+                "collate_fn, or give batches the names of the model's parameters"
+            )
         return tree_map_only(BatchEntry, plain, (args, kwargs))
 
     hook = _Hook(torch.compiler.disable(look))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,14 +80,22 @@ class Story:
     loader: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Plain:
+class Plain:
     """Freeze as `attach` does, and give the loader's own batches."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, frozen: Sequence[int] = (DEPTH,)) -> None:
+        self._model = model
+        self._frozen, self._epoch, self._num = [*frozen], 0, -1
+
+    def freeze_bottom(self, num_frozen: int) -> None:
+        self._frozen = [num_frozen]
 
     def epoch(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        freezing.apply(self.model, DEPTH, layers=[*self.model.blocks])
+        num = self._frozen[min(self._epoch, len(self._frozen) - 1)]
+        self._epoch += 1
+        if num != self._num:
+            self._num = num
+            freezing.apply(self._model, num, layers=[*self._model.blocks])
         yield from loader
 
 
@@ -126,7 +134,7 @@ class Loop:
     def train(self, *, attached: bool) -> Loop:
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(3)
-        cached: Any = attach(self.model, freeze=DEPTH) if attached else _Plain(self.model)
+        cached: Any = attach(self.model, freeze=DEPTH) if attached else Plain(self.model)
         try:
             for epoch in range(self.story.num_epochs):
                 self._edit(epoch, is_within=False)
@@ -187,7 +195,7 @@ def assert_right_or_refused(
     try:
         ours.train(attached=True)
     except ValueError as error:
-        _assert_helpful(error)
+        assert_helpful(error)
         _assert_finite(ours)
         return
     _assert_finite(ours)
@@ -235,7 +243,7 @@ def _assert_equal(ours: Loop, plain: Loop) -> None:
         )
 
 
-def _assert_helpful(error: ValueError) -> None:
+def assert_helpful(error: ValueError) -> None:
     """Fail for an error of the loop or of torch, or of a few words."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     assert {"tests", "site-packages"}.isdisjoint(Path(raised_in).parts), f"{raised_in}: {error}"

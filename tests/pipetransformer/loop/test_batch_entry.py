@@ -111,6 +111,17 @@ def test_batches_that_are_joined_keep_theirs_apart() -> None:
     assert rows(joined) == [[0, 1], [5, 3]]
 
 
+def test_a_batch_without_rows_that_is_joined_ends_them() -> None:
+    first = BatchEntry.read(Mark("x", {}, torch.full((NUM, 2), -1)), torch.zeros(NUM, *SHAPE))
+    assert type(torch.cat([first, read()])) is Tensor
+    assert torch.cat([first, first]).mark() is not None  # It says its name still.
+
+
+def test_rows_that_are_taken_along_a_negative_dimension_are_right() -> None:
+    for part in read().split(1, dim=-4):
+        assert part.shape == (1, *SHAPE) and mark_of(part) is None
+
+
 COMPUTES: dict[str, Callable[[Any], Any]] = {
     "transpose": lambda x: x.transpose(2, 3),
     "channel swap": lambda x: x[:, [2, 1, 0]],
@@ -202,6 +213,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a view's array": lambda x: x.view(-1).numpy().fill(1),
     "a row's data": lambda x: x[0].data.zero_(),
     "a view's view": lambda x: x.permute(0, 2, 3, 1)[:, 0].numpy().fill(1),
+    "other memory": lambda x: x.set_(torch.ones(NUM, *SHAPE)),
+    "its memory for another": lambda x: torch.empty(0).set_(x).fill_(1),
+    "a shallow copy": lambda x: copy.copy(x).numpy().fill(1),
+    "past the rules": lambda x: Tensor._make_subclass(Tensor, x).fill_(1),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +28,17 @@ from transformers import (
 import freeze as freezing
 from pipetransformer import attach
 from tests.helpers.any_models import KINDS, build, data
-from tests.helpers.row_models import NUM_SAMPLES, Block, words
+from tests.helpers.row_models import (
+    NUM_SAMPLES,
+    Block,
+    Model,
+    TextModel,
+    columns,
+    labelled_texts,
+    texts,
+    words,
+)
+from tests.helpers.row_stories import made
 from tests.pipetransformer.loop.test_cached_loop import Samples
 
 DEPTH = 2
@@ -389,3 +400,67 @@ def test_labels_that_a_loop_changes_have_the_forward_run_from_its_start() -> Non
     assert ours[0] == pytest.approx(plain[0], rel=1e-9)
     for name, tensor in plain[1].items():
         torch.testing.assert_close(ours[1][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_a_first_call_that_fails_can_be_mended() -> None:
+    model, loader = made(TextModel), DataLoader(labelled_texts(), 4)
+    with attach(model, freeze=DEPTH) as cached:
+        for epoch in range(3):
+            for step, batch in enumerate(cached.epoch(loader)):
+                if epoch == step == 0:
+                    with pytest.raises((TypeError, ValueError), match="input_ids"):
+                        model(attention_mask=batch["attention_mask"])
+                model(batch["input_ids"], batch["attention_mask"])
+        assert cached.stats.hits == NUM_SAMPLES
+
+
+def test_a_first_forward_of_changed_values_is_refused() -> None:
+    dataset = TensorDataset(*columns("ids", "labels", "others"))
+    model = made(Model)
+    with attach(model, freeze=DEPTH) as cached, pytest.raises(ValueError, match="first forward"):
+        for batch in cached.epoch(DataLoader(dataset, 4)):
+            model(batch[0] + 0)
+
+
+def test_a_forward_without_named_parameters_is_refused() -> None:
+    model = made(Model)
+    own = model.forward
+    model.forward = lambda *args: 2 * own(*args)
+    with attach(model, freeze=DEPTH) as cached, pytest.raises(ValueError, match="names nothing"):
+        next(cached.epoch(DataLoader(texts(), 4)))
+
+
+@pytest.mark.parametrize("edit", ["linear", "order", "weight"])
+def test_blocks_that_freeze_after_they_were_replaced_are_refused(edit: str) -> None:
+    model, loader = made(Model), DataLoader(texts(), 4)
+    with attach(model, freeze=[1, 3]) as cached:
+        for batch in cached.epoch(loader):
+            model(batch[0])
+        if edit == "linear":
+            model.blocks[2].linear = nn.Sequential(model.blocks[2].linear, nn.Tanh())
+        elif edit == "order":
+            model.blocks[2], model.blocks[3] = model.blocks[3], model.blocks[2]
+        else:
+            nn.utils.parametrizations.weight_norm(model.blocks[2].linear)
+        with pytest.raises(ValueError, match="was replaced since they were looked at"):
+            next(cached.epoch(loader))
+
+
+def test_a_thaw_of_weights_that_were_assigned_is_refused() -> None:
+    model, loader = made(Model), DataLoader(texts(), 4)
+    with attach(model, freeze=DEPTH) as cached:
+        batches = cached.epoch(loader)
+        model(next(batches)[0])
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        batch = next(batches)
+        model.blocks[0].requires_grad_(True)
+        with pytest.raises(ValueError, match="of a frozen block needs a gradient again"):
+            model(batch[0])
+
+
+def test_hidden_states_that_transformers_notes_by_hooks_are_given_once() -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 12}
+    model = BertForTokenClassification(BertConfig(vocab_size=20, hidden_size=8, **config))
+    with attach(model, freeze=1) as cached:
+        for batch in cached.epoch(DataLoader(labelled_texts(), 4)):
+            assert len(model(batch["input_ids"], output_hidden_states=True).hidden_states) == 5

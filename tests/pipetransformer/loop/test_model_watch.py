@@ -28,6 +28,8 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "a dict in place": lambda m: m.scales.update(x=2.0),
     "settings in place": lambda m: setattr(m.config, "eps", 0.2),
     "a function": lambda m: setattr(m, "activation", torch.tanh),
+    "a new attribute": lambda m: setattr(m[0], "added", 1),
+    "a tensor in place": lambda m: m.bias_like.add_(1),
     "a tensor": lambda m: setattr(m, "bias_like", torch.zeros(2)),
     "a part's number": lambda m: setattr(m[1], "eps", 0.5),
     "a forward within": lambda m: setattr(m[0], "forward", lambda x: x),
@@ -66,5 +68,7 @@ def test_a_look_leaves_no_trace() -> None:
     with left_alone(watched, torch.device("cpu")):
         watched.count += 1
         watched.factor, watched.added = 5.0, 1
+        watched[0].register_forward_hook(lambda *_: None)
         torch.rand(3)
     assert watched.count == 0 and watched.factor == 2.0 and not hasattr(watched, "added")
+    assert not watched[0]._forward_hooks

@@ -252,6 +252,35 @@ def test_an_edit_of_a_frozen_part_is_right_or_refused(story: Story, caplog: Capl
     assert_right_or_refused(story, caplog)
 
 
+def flip_texts(loop: Loop) -> None:
+    loop.dataset.columns = (loop.dataset.columns[0].flip(0), *loop.dataset.columns[1:])
+
+
+def of_first_too(loop: Loop, batch: Any) -> Tensor:
+    """Train on the very first batch, too."""
+    loop.waiting.append(batch)
+    return of_pair(loop, batch) + of_pair(loop, loop.waiting[0])
+
+
+@stories(
+    factor=Story(loss=of_first_too, edit=sets("blocks.0", "factor", 2.0)),
+    factor_within=Story(loss=of_first_too, edit=sets("blocks.0", "factor", 2.0), is_within=True),
+    # Within an epoch rows may have been read before their samples are edited.
+    text=Story(data=lambda: Folder(*columns("ids", "labels")), loss=of_first_too, edit=flip_texts),
+    image=Story(
+        picture_model(),
+        lambda: Folder(*columns("images", "labels")),
+        of_first_too,
+        edit=lambda loop: edit_image(loop, 3),
+        loader={"shuffle": False},
+    ),
+    nothing=Story(loss=of_first_too),
+    nothing_within=Story(loss=of_first_too, is_within=True),
+)
+def test_a_batch_that_is_kept_has_the_rows_of_today(story: Story, caplog: Caplog) -> None:
+    assert_right_or_refused(story, caplog)
+
+
 @whenever(
     block=Story(edit=lambda loop: replace_block(loop, 3)),
     adapter_scale=Story(prepare=adapt, edit=lambda loop: rescale(loop, 3)),
@@ -394,6 +423,14 @@ def test_an_image_edited_in_place_is_right_within_an_epoch_or_refused(
 def test_a_label_corrected_at_an_unknown_place_is_right_or_refused(
     story: Story, caplog: Caplog
 ) -> None:
+    assert_right_or_refused(story, caplog)
+
+
+@stories(
+    known=Story(data=lambda: Folder(*columns("ids", "labels")), edit=flip_texts),
+    unknown=Story(data=lambda: Items(*columns("ids", "labels")), edit=flip_texts),
+)
+def test_columns_that_are_replaced_are_right_or_refused(story: Story, caplog: Caplog) -> None:
     assert_right_or_refused(story, caplog)
 
 
