@@ -23,6 +23,7 @@ from importlib import metadata
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,11 +43,14 @@ _HEADS_OWN = frozenset({
 """Settings of transformers' models that change nothing below the head."""
 
 _IDLE = frozenset({
-    "config", "gradient_checkpointing", "name_or_path", "training", "warnings_issued",
+    "_gradient_checkpointing_func", "config", "gradient_checkpointing", "name_or_path", "training",
+    "warnings_issued",
 })  # fmt: skip
 """Attributes of modules that change no number, or are looked at elsewhere."""
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
+
+_LIBRARIES = ("diffusers", "numpy", "peft", "timm", "torch", "torchvision", "transformers")
 
 _MOST_LEVELS = 6
 """How deep values within values are looked at."""
@@ -134,6 +138,8 @@ def settings_of(model: LayeredModel) -> list[str]:
         if path or getattr(module, "base_model", module) is module:
             facts = path, _settings(module), _code_of(module)
             digests[layers[path]].update(repr(facts).encode())
+        elif not _is_of_library(type(module)):  # Whoever adds a head may change what is below it.
+            digests[layers[path]].update(_code_of(module).encode())
     config: Any = getattr(model.model, "config", None)
     if isinstance(getattr(config, "to_dict", None), MethodType):
         own = {name: one for name, one in config.to_dict().items() if name not in _HEADS_OWN}
@@ -166,9 +172,7 @@ def _settings(module: nn.Module) -> list[tuple[str, str]]:
         # A model that is attached to a loop has other forwards, which know the module's own one.
         if type(value).__module__.startswith("pipetransformer."):
             value = getattr(value, "own", None)
-        is_own = not name.startswith("_") and name not in _IDLE
-        is_private = name not in _OF_EVERY_MODULE and isinstance(value, (int, float, str, tuple))
-        if value is not None and (is_own or is_private):
+        if value is not None and name not in _IDLE and name not in _OF_EVERY_MODULE:
             told.append((name, _told(value)))
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         told += [
@@ -183,21 +187,50 @@ def _told(value: Any, *, most: int = _MOST_LEVELS) -> str:
     """Spell a value: its contents, its code, or, where neither is to be had, its class."""
     if _is_plain(value):
         return repr(value)
-    if isinstance(value, Tensor):
-        return f"{chain_hash(0, [('', value)], mode='')}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _told_array(value)
     if most == 0:
         return type(value).__qualname__
     within = partial(_told, most=most - 1)
     if isinstance(value, (list, tuple)):
         return f"{[*map(within, value)]}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{sorted(map(within, value))}}}"
     if isinstance(value, dict):
         return f"{sorted((within(key), within(one)) for key, one in value.items())}"
     if (parts := _parts_of_code(value)) is not None:
         return f"{[*map(within, parts)]}"
-    if isinstance(value, (type, BuiltinFunctionType)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, BuiltinFunctionType)):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
-    own = sorted((name, within(one)) for name, one in vars(value).items() if name[0] != "_")
+    held = _attributes_of(value)
+    if not held and not hasattr(value, "__dict__"):
+        return type(value).__qualname__
+    own = sorted((name, within(one)) for name, one in held.items() if _tells(name, one))
     return f"{_code_of(value)} {own}"
+
+
+def _told_array(value: Tensor | np.ndarray) -> str:
+    if isinstance(value, Tensor):
+        return f"{chain_hash(0, [('', value)], mode='')}"
+    data = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+    return f"{value.dtype} {value.shape} {_hashed(data)}"
+
+
+def _attributes_of(value: object) -> dict[str, Any]:
+    """Return what an object holds, in slots, too."""
+    slots = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
+    return {n: getattr(value, n) for n in slots if hasattr(value, n)} | getattr(
+        value, "__dict__", {}
+    )
+
+
+def _tells(name: str, value: object) -> bool:
+    """Return whether an attribute is a setting; a private one may lead to anything."""
+    return (
+        name[0] != "_"
+        or isinstance(value, (np.ndarray, Tensor, set, frozenset))
+        or (_is_plain(value))
+    )
 
 
 def _parts_of_code(value: Any) -> list[Any] | None:
@@ -223,13 +256,24 @@ def _is_plain(value: Any) -> bool:
 
 
 def _code_of(value: object) -> str:
+    """Return the code of an object's class, and of those of the user's that it inherits from."""
+    first, *others = type(value).__mro__
+    return " ".join(map(_code_of_class, [first, *(k for k in others if not _is_of_library(k))]))
+
+
+def _is_of_library(kind: type) -> bool:
+    """Return whether a class's code is told by the version of its package."""
+    return kind.__module__.partition(".")[0] in ("builtins", "abc", "typing", *_LIBRARIES)
+
+
+@cache
+def _code_of_class(kind: Any) -> str:
     """Return a class's name, its package's version, and a hash of its source."""
-    kind: Any = type(value)
     try:
         source = _source_of(kind).encode()
     except (OSError, TypeError):  # Typed into an interpreter, or made by a program.
-        forward = getattr(kind, "forward", None)
-        source = getattr(getattr(forward, "__code__", None), "co_code", b"")
+        functions = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+        source = repr([_told(one) for one in functions]).encode()
     version = _version_of(kind.__module__.partition(".")[0])
     return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(source)}"
 
