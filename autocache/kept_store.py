@@ -175,7 +175,8 @@ class KeptStore:
         self._sets.clear()
 
     def _open_sets(self) -> list[OpenSet]:
-        return [one for one in self._sets.values() if one is not None]
+        # A copy, as another thread may add one.
+        return [one for one in list(self._sets.values()) if one is not None]
 
     def _set_of(self, stamp: int) -> OpenSet | None:
         """Return the open set of a stamp; None where there is none, or it has other rows."""

@@ -195,7 +195,8 @@ class RowSets:
             return None
         try:
             return _open(folder)
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
+            # Any other OSError, such as too many open files, says nothing of the set.
             _LOGGER.warning("cached rows in %s are not used, and removed: %s", folder, error)
             _delete(folder)
             return None
@@ -280,6 +281,8 @@ class RowSets:
                 time.sleep(_POLL_S)
             yield
         finally:
+            # By hand: a process that was forked meanwhile has the descriptor, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 

@@ -236,18 +236,12 @@ def _open_kept(
     stamp: int,
     is_right: Callable[[KeptStore], bool] | None,
 ) -> KeptStore:
-    """Open kept rows; a new set has fewer where the disk has no room for all."""
-    try:
-        store = KeptStore(kept, layout, num_rows, stamp=stamp)
-    except OSError as error:
-        num_fitting = _num_fitting(kept.sets.folder, layout)
-        if error.errno != errno.ENOSPC or not _LEAST_SHARE * num_rows <= num_fitting < num_rows:
-            raise
-        store = KeptStore(kept, layout, num_fitting, stamp=stamp)
+    """Open kept rows, where they are right."""
+    store = _kept_store(kept, layout, num_rows, stamp)
     if is_right is not None and not is_right(store):
         warn_of_others(store)
         store.close()
-        store = KeptStore(kept, layout, num_rows, stamp=stamp)
+        store = _kept_store(kept, layout, num_rows, stamp)
     if store.num_rows < num_rows:
         _LOGGER.warning(
             "%s keeps %d of %d rows, by its limit or its disk; the others are computed at every "
@@ -257,6 +251,17 @@ def _open_kept(
             num_rows,
         )
     return store
+
+
+def _kept_store(kept: KeptRows, layout: RowLayout, num_rows: int, stamp: int) -> KeptStore:
+    """Open a set, or make one; it has fewer rows where the disk has no room for all."""
+    try:
+        return KeptStore(kept, layout, num_rows, stamp=stamp)
+    except OSError as error:
+        num_fitting = _num_fitting(kept.sets.folder, layout)
+        if error.errno != errno.ENOSPC or not _LEAST_SHARE * num_rows <= num_fitting < num_rows:
+            raise
+        return KeptStore(kept, layout, num_fitting, stamp=stamp)
 
 
 def warn_of_others(store: KeptStore) -> None:

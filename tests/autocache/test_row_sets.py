@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
 import os
 import random
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,38 @@ def test_a_forked_process_does_not_keep_a_set_in_use(folder: Path) -> None:
     os.waitpid(pid, 0)
     os.close(reading)
     os.close(writing)
+
+
+def test_a_whole_set_outlives_an_error_that_passes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_set(folder)) as one:
+        one.store.write(IDS, STAMP, rows_of(IDS))
+    with monkeypatch.context() as patch:
+        patch.setattr("autocache.row_sets.RowStore", _fails)
+        with pytest.raises(OSError, match="too many"):
+            open_set(folder)
+    with closing(open_set(folder)) as again:
+        assert_holds(again)
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_a_process_that_was_forked_within_the_lock_does_not_keep_it(folder: Path) -> None:
+    sets, (reading, writing) = RowSets(folder), os.pipe()
+    with sets._locked():
+        pid = os.fork()
+        if pid == 0:
+            os.read(reading, 1)  # It lives until the test is over.
+            os._exit(0)
+    try:
+        start = time.monotonic()
+        open_set(folder).close()
+        assert time.monotonic() - start < 30
+    finally:
+        os.write(writing, b"1")
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
