@@ -628,6 +628,7 @@ class RowService:
     def _fetch(self, ids: Tensor, epoch: int, column: int) -> dict[str, Tensor]:
         """Fetch the rows that a column has of some samples."""
         own = self._pieces.ids(ids, column)
+        self.forward.refuse_replaced()
         with torch.inference_mode(False):
             # Rows of a model that was changed are not used, as the forward finds.
             batch = self.feed.take_read(own, epoch=epoch)
