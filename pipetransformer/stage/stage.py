@@ -234,8 +234,9 @@ class Stage:
         was_early = self._reducer is not None and self._reducer.was_early
         # What one rank finds wrong must end all ranks alike: a rank that raised by itself would
         # leave the others waiting.
-        own = replace(work.sums(), early=was_early, wrong=bool(wrong), stops=stops)
-        sums = StepSums.of(self._sum_over_world(own.as_list()))
+        own = work.sums(early=was_early, wrong=bool(wrong), stops=stops)
+        is_alone = self._world.group is None
+        sums = own if is_alone else StepSums.of(self._sum_over_world(own.as_list()))
         if self._reducer is not None:
             self._reducer.finish(again=sums.early > 0)
         self._ties.sum()
@@ -262,7 +263,7 @@ class Stage:
         """Launch the update, wait for the step before, and add to the seconds spent."""
         start = time.perf_counter()
         assert self._device_end is not None
-        found = replace(work.findings(), wrong=bool(wrong), stops=stops)
+        found = work.findings(wrong=bool(wrong), stops=stops)
         self._refuse([found], wrong, first_step=coming.step)
         late = self._device_end.finish(coming.step, work.losses, len(coming.ids))
         self._update(coming, skipped=False)
@@ -470,9 +471,12 @@ class Stage:
         if self.optimizer is None:
             return
         if not skipped:
+            factors: dict[int | None, float] = {}
             for group in self.optimizer.param_groups:
-                factor = coming.learning_rate_factor(group.get(LAYER))
-                group["lr"] = group["initial_lr"] * factor
+                layer = group.get(LAYER)
+                if layer not in factors:
+                    factors[layer] = coming.learning_rate_factor(layer)
+                group["lr"] = group["initial_lr"] * factors[layer]
             # An optimizer that rounds stochastically must do so alike on all replicas.
             seed = mix_seed(self._task.config.seed, coming.step, self.index)
             seed_torch(seed, self._world.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autocache import CacheStats
@@ -113,7 +113,7 @@ class StepSums:
     upgrades: float = 0.0
 
     def as_list(self) -> list[float]:
-        return list(map(float, astuple(self)))
+        return [*map(float, vars(self).values())]
 
     @classmethod
     def of(cls, values: Iterable[float]) -> StepSums:

@@ -301,12 +301,12 @@ class TrainWork(LayerWork):
         """Return the sum of the losses so far; 0 without one."""
         return float(sum(total for total, _ in self.losses))
 
-    def sums(self) -> StepSums:
-        """Return what the step's losses came to, and what was found."""
+    def sums(self, **others: float) -> StepSums:
+        """Return what the step's losses came to, and what was found; see `StepSums`."""
         count = float(sum(count for _, count in self.losses))
-        return replace(self.findings(), loss=self.loss_sum, count=count)
+        return self.findings(loss=self.loss_sum, count=count, **others)
 
-    def findings(self) -> StepSums:
+    def findings(self, **others: float) -> StepSums:
         """Return what was found besides the losses; probes may compute losses once more."""
         split = float(self._probe.finds_difference())
         stats = self.stats = self.batches.rows.take_stats()
@@ -316,6 +316,7 @@ class TrainWork(LayerWork):
             hits=stats.hits,
             misses=stats.misses + stats.upgrades,
             upgrades=stats.upgrades,
+            **others,
         )
 
 
