@@ -703,6 +703,8 @@ class Trainer:
         """Leave the user's model as it came, but for its weights; see `LentModel`."""
         if self._timeline.is_over and self._deployment.stage is not None:
             self._deployment.stage.end_training()
+        if self._timeline.is_over:  # A notebook's next Trainer may come before this one's `close`.
+            self._state.unlock()
         self._lent.give_back()
 
     def _saved_parts(self) -> dict[str, Part]:

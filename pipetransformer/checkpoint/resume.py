@@ -302,11 +302,15 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
         if _wait_for(file, folder, patience_s):
             with suppress(OSError):  # On a full disk the holder stays unnamed.
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                file.write(f"{_this_process()}\n".encode())
     except BaseException:
         file.close()
         raise
     return file
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _wait_for(file: FileIO, folder: Path, patience_s: float) -> bool:
@@ -325,7 +329,10 @@ def _wait_for(file: FileIO, folder: Path, patience_s: float) -> bool:
         holder = os.pread(file.fileno(), 1000, 0).decode(errors="replace").strip()
         trains = f"{holder or 'another process'} is training in folder {str(folder)!r}"
         if time.monotonic() >= deadline:
-            raise ValueError(f"{trains}; wait for it to end, end it, or give another folder")
+            advice = "wait for it to end, end it"
+            if holder == _this_process():
+                advice = "that is this process: call close() of the Trainer before"
+            raise ValueError(f"{trains}; {advice}, or give another folder")
         if not has_warned:
             _LOG.warning("%s; waiting up to %.0f s for it to end", trains, patience_s)
         has_warned = True

@@ -255,9 +255,12 @@ class RunState:
                 end = self._saver.abandon if failed else self._saver.close
                 end()
         finally:
-            # While a thread still writes, no other run may enter the folder.
-            if self._lock is not None and (self._saver is None or self._saver.is_idle):
-                self._lock.close()
+            self.unlock()
+
+    def unlock(self) -> None:
+        """Let another run enter the folder, unless a thread still writes there."""
+        if self._lock is not None and (self._saver is None or self._saver.is_idle):
+            self._lock.close()
 
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it must have in common."""

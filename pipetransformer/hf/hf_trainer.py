@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -143,6 +144,7 @@ class HFTrainer(Evaluations):
         if self.is_world_process_zero():  # A script may write there before anything is trained.
             Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._trainer: Trainer | None = None
+        self._at_exit: Callable[[], None] = partial(_close_at_exit, lambda: None)
         self._script_loss: ScriptLoss | None = None
         self._made_of: dict[str, Any] = {}
 
@@ -243,7 +245,7 @@ class HFTrainer(Evaluations):
         """Leave the other processes; the script's end does so, too."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
-            atexit.unregister(self._close_at_exit)
+            atexit.unregister(self._at_exit)
             trainer.close()
 
     def _begun(
@@ -266,7 +268,10 @@ class HFTrainer(Evaluations):
                 raise ValueError("there is no data set to begin with; give a train_dataset")
             made = self._make(dataset, resumes=resumes, trains=trains)
             self._trainer, self._made_of = made, self._given()
-            atexit.register(self._close_at_exit)
+            # Alone, a Trainer that a notebook drops lets go of its folder; ranks end together.
+            reach = weakref.ref(self) if made.world.size == 1 else lambda: self
+            self._at_exit = partial(_close_at_exit, reach)
+            atexit.register(self._at_exit)
         self._refuse_changed(trains=trains)
         return self._trainer
 
@@ -429,10 +434,12 @@ class HFTrainer(Evaluations):
             )
         return True
 
-    def _close_at_exit(self) -> None:
-        if self._trainer is not None:
-            failed = getattr(sys, "last_type", None) is not None
-            self._trainer.__exit__(sys.last_type if failed else None)
+
+def _close_at_exit(reach: Callable[[], HFTrainer | None]) -> None:
+    own = reach()
+    if own is not None and own._trainer is not None:
+        failed = getattr(sys, "last_type", None) is not None
+        own._trainer.__exit__(sys.last_type if failed else None)
 
 
 def _usual_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from transformers import BertForSequenceClassification
 from transformers.trainer_utils import get_last_checkpoint
 
 from pipetransformer.checkpoint import CHECKPOINTS, open_checkpoint
+from pipetransformer.errors import CallbackError
 from pipetransformer.hf import Trainer
-from tests.helpers.hf_runs import SAVES, StopAt, made, rows
+from tests.helpers.hf_runs import SAVES, StopAt, arguments, made, rows
 from tests.helpers.inspection import bridge_of
 from tests.helpers.pool import Pool
+from tests.helpers.texts import pad_to_longest, tiny_bert
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -40,6 +44,47 @@ def test_a_run_that_is_over_is_replaced_as_in_transformers(tmp_path: Path, strat
                 logged.append(losses(trainer))
     assert logged[2] == pytest.approx(logged[0], abs=1e-4)
     assert logged[3] == pytest.approx(logged[1], abs=1e-4)
+
+
+def unclosed(folder: Path, **given: Any) -> Any:
+    """Make a Trainer as a notebook does, which never closes it."""
+    options = {**SAVES, "eval_strategy": "no"}
+    model, args = tiny_bert().float(), arguments(folder, **options)
+    return Trainer(model, args, pad_to_longest, train_dataset=rows(30), **given)
+
+
+def test_a_run_that_is_over_is_replaced_where_its_trainer_was_not_closed(tmp_path: Path) -> None:
+    """It was refused as 'process N is training', with the user's own N, in every notebook."""
+    first = unclosed(tmp_path)
+    first.train()
+    second = unclosed(tmp_path)
+    assert second.train().global_step == 8
+    assert first.predict(rows(3)).predictions.shape[0] == 3
+    first.close()
+    second.close()
+
+
+def test_an_interrupted_run_is_named_as_this_process_until_its_trainer_is_dropped(
+    tmp_path: Path,
+) -> None:
+    first = unclosed(tmp_path, callbacks=[Fail()])
+    with pytest.raises(CallbackError):
+        first.train()
+    with closing(unclosed(tmp_path)) as second:
+        with pytest.raises(ValueError, match=r"that is this process: call close\(\) of"):
+            second.train(resume_from_checkpoint=True)
+    del first
+    gc.collect()
+    with closing(unclosed(tmp_path)) as second:
+        assert second.train(resume_from_checkpoint=True).global_step == 8
+
+
+class Fail(transformers.TrainerCallback):  # type: ignore[misc]
+    """Raise in the middle of a run."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        if state.global_step == 5:
+            raise RuntimeError("stopped by hand")
 
 
 def train_again(folder: Path) -> tuple[int, int]:
