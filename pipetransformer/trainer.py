@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ from pipetransformer.checks import (
     check_selection,
     check_world,
     describe_task,
+    naming_bad_samples,
+    naming_first_samples,
     probe_evaluation,
     probe_sublayers,
     rate_of_layer,
@@ -102,6 +104,8 @@ from pipetransformer.stage import (
     StepResult,
 )
 
+_NUM_TRIED = 16
+"""First samples that are tried one by one where a run fails as it begins."""
 _LOOKS_EVERY = 16
 """Steps between two looks at what was changed, where nothing of the user's runs between steps."""
 
@@ -150,13 +154,14 @@ class Trainer:
         check_dataset(train_dataset, "train_dataset")
         read = partial(
             first_samples,
-            train_dataset,
             collate_fn=config.collate_fn,
             drops_unknown=config.remove_unused_columns,
             seed=config.seed,
         )
         unties = config.tied_weights == "untie"
-        layered = adapt(model, read, loss_fn=loss_fn, unties=unties)
+        with naming_first_samples(model, train_dataset, read):
+            given = partial(read, train_dataset)
+            layered = adapt(model, given, loss_fn=loss_fn, unties=unties)
         self._task, self._optimizer = task, traits = describe_task(
             layered, loss_fn, optimizer, config, policy
         )
@@ -335,9 +340,11 @@ class Trainer:
         rows = self._feed.rows(timeline.position.epoch, is_last=timeline.sees_samples_last)
         device = self.world.device
         recorder = None if trace is None else trace.recorder(stage.index, device=device)
-        return stage.train_step(
-            coming, rows, next_ids=next_ids, stops=stops, looks=self._looks, recorder=recorder
-        )
+        where = f"step {coming.step}: "
+        with self._naming_bad(self._feed, map(int, coming.ids), where=where, tries=False):
+            return stage.train_step(
+                coming, rows, next_ids=next_ids, stops=stops, looks=self._looks, recorder=recorder
+            )
 
     @property
     def _looks(self) -> bool:
@@ -483,8 +490,12 @@ class Trainer:
         try:
             self._deployment.fill_released()
             checkpoint = self._state.open()
-            self._refuse_what_runs_wrongly(trains)
-            self._state.begin(checkpoint)
+            # The first are checked, and measuring reads from all over the data set.
+            num = self._timeline.num_samples
+            apart = range(0, num, max(1, num // self.config.global_batch_size))
+            with self._naming_bad(self._feed, sorted({*range(min(_NUM_TRIED, num)), *apart})):
+                self._refuse_what_runs_wrongly(trains)
+                self._state.begin(checkpoint)
             self._log.say(self._state.continues)
             self._selection.forget_if_lost()
             self._note_best()  # A metric other than the checkpoint's has no best yet.
@@ -535,7 +546,25 @@ class Trainer:
         config = self.config
         evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
         if trains and evaluates and evaluated is not None:
-            probe_evaluation(self._task, self.world, evaluated.read)
+            with self._naming_bad(evaluated, range(2), where="the eval_dataset's "):
+                probe_evaluation(self._task, self.world, evaluated.read)
+
+    def _naming_bad(
+        self, feed: SampleFeed, ids: Iterable[int], *, where: str = "", tries: bool = True
+    ) -> AbstractContextManager[None]:
+        """Have an error name the sample that is to blame, if one of these is."""
+        model, loss = self._task.model, self._task.loss_fn
+
+        def compute(batch: Batch) -> object:
+            return loss(model.run(batch), model.targets_of(batch))
+
+        return naming_bad_samples(
+            model.model,
+            lambda index: feed.samples.probe([index]),
+            ids,
+            where=where,
+            compute=compute if tries else None,
+        )
 
     def _start_log(self) -> None:
         profile = self._elastic.planner.measurements.profile

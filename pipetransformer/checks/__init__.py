@@ -6,6 +6,7 @@ run_checks       processes, batch, torch's modes around the Trainer
 model_checks     the model's parameters, buffers and hooks; then the loss and the optimizer
 optimizer_trial  whether an optimizer updates the same in parts
 rank_checks      whether all ranks were given the same
+sample_faults    which sample was at fault, once something has failed
 sublayer_probe   how sublayers treat two samples
 verification     the model's own forward beside its layers, on twins, by rank 0
 verified_steps   a plain loop beside pipelines, on all ranks
@@ -27,12 +28,14 @@ from pipetransformer.checks.run_checks import (
     refuse_surroundings,
     warn_of_large_batch,
 )
+from pipetransformer.checks.sample_faults import naming_bad_samples, naming_first_samples
 from pipetransformer.checks.sublayer_probe import probe_evaluation, probe_sublayers
 from pipetransformer.checks.verification import Verification, verify, verify_recorded
 
 __all__ = [
     "Verification", "attributes_of", "check_selection", "check_world", "describe_task",
-    "probe_evaluation", "probe_sublayers", "rate_of_layer", "refuse_differing_ranks",
-    "refuse_surroundings", "refuse_untrained", "try_optimizer", "verify", "verify_recorded",
-    "warn_of_full_float32", "warn_of_large_batch", "warn_of_low_weights", "warn_of_tied_weights",
+    "naming_bad_samples", "naming_first_samples", "probe_evaluation", "probe_sublayers",
+    "rate_of_layer", "refuse_differing_ranks", "refuse_surroundings", "refuse_untrained",
+    "try_optimizer", "verify", "verify_recorded", "warn_of_full_float32", "warn_of_large_batch",
+    "warn_of_low_weights", "warn_of_tied_weights",
 ]  # fmt: skip

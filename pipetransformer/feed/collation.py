@@ -71,7 +71,8 @@ class Collation:
         if self.function is None:
             if (columns := self._columns(items)) is not None:
                 return {name: stack(values, name, ids) for name, values in columns.items()}
-            entries = [self._named(item) for item in items]
+            pairs = zip(ids, items, strict=False)
+            entries = [self._named(item, f"sample {index}") for index, item in pairs]
             return {
                 name: stack([item.get(name) for item in entries], name, ids)
                 for name in dict.fromkeys(name for item in entries for name in item)
@@ -91,7 +92,8 @@ class Collation:
                 f"collate_fn fails for the samples {list(ids[:4])}...: {error!r}"
             ) from error
         return {
-            name: _checked(value, name, len(ids)) for name, value in self._named(collated).items()
+            name: _checked(value, name, len(ids))
+            for name, value in self._named(collated, "what collate_fn returns").items()
         }
 
     def _columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
@@ -118,9 +120,8 @@ class Collation:
         labels = _LABELS if set(_LABELS) & set(self.names) else ()
         return {*self.names, *labels}
 
-    def _named(self, item: Any) -> dict[str, Any]:
+    def _named(self, item: Any, what: str) -> dict[str, Any]:
         """Return an item's entries, or a collated batch's, by the model's names."""
-        what = "a dataset item" if self.function is None else "what collate_fn returns"
         if isinstance(item, Mapping):
             self._refuse_unseen(item, what)
             given = {name: entry_of(item, name) for name in self.names}

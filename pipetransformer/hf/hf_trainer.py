@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalPrediction, TrainOutput, speed_metric
 from autopipe.loss import Loss, choose_loss
 from freeze import FreezeChoice
 from pipetransformer.checkpoint import BEST_FOLDER, CHECKPOINTS, holds_checkpoint, published
+from pipetransformer.checks import naming_first_samples
 from pipetransformer.feed import Batch, SizedDataset, check_dataset, first_samples
 from pipetransformer.hf.callback_bridge import CallbackBridge
 from pipetransformer.hf.evaluations import (
@@ -305,19 +306,20 @@ class HFTrainer(Evaluations):
     def _make(self, dataset: SizedDataset, *, resumes: bool, trains: bool) -> Trainer:
         args = self.args
         check_dataset(dataset, "train_dataset" if dataset is self.train_dataset else "dataset")
-        read = partial(
+        read_of = partial(
             first_samples,
-            dataset,
             collate_fn=self.data_collator,
             drops_unknown=args.remove_unused_columns,
             seed=args.seed,
         )
-        layered = adapt(
-            self.model,
-            read,
-            loss_fn=self._settings.get("loss_fn"),
-            unties=self._settings.get("tied_weights") == "untie",
-        )
+        read = partial(read_of, dataset)
+        with naming_first_samples(self.model, dataset, read_of):
+            layered = adapt(
+                self.model,
+                read,
+                loss_fn=self._settings.get("loss_fn"),
+                unties=self._settings.get("tied_weights") == "untie",
+            )
         self._bridge.num_samples = len(dataset)
         settings = settings_of(args, len(dataset), self._optimizer)
         evaluated = self._evaluated_in_a_run()

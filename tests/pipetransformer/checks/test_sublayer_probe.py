@@ -103,7 +103,7 @@ def test_a_sublayer_that_fails_is_named_with_what_it_got() -> None:
     ("eval_dataset", "message"),
     [
         (of_width(9), r"cannot be evaluated: sublayer '0' fails for the input .*\(2, 9\)"),
-        (TensorDataset(tiny_data().tensors[0]), "cannot be evaluated: a dataset item is a tuple"),
+        (TensorDataset(tiny_data().tensors[0]), "cannot be evaluated: sample 0 is a tuple"),
         (TensorDataset(of_width(8).tensors[0], torch.full((8,), 7)), "Target 7 is out of bounds"),
     ],
     ids=["shape", "no targets", "class"],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertForSequenceClassification, GPT2ForSequenceClassification
 
 from pipetransformer import Trainer
 
@@ -62,6 +63,56 @@ def test_a_bad_sample_in_the_middle_of_a_run_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         run(Items(bad))
+
+
+@pytest.mark.parametrize("places", [[0], [3], [16], range(8)])
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("labels", torch.tensor(5), r"has the label 5, but the model has num_labels=2 classes"),
+        ("labels", torch.tensor(1.0), r"has the label 1, a float32, .* num_labels=2 .* int64"),
+        ("labels", None, r"lacks \['labels'\]|\] lack the entry 'labels'"),
+        ("input_ids", torch.ones(9, dtype=torch.long), "has 9 tokens, .* positions for 8: tok"),
+        ("input_ids", torch.full((6,), 50), "has tokens from 50 to 50, .* knows 0 to 19: take"),
+    ],
+)
+@pytest.mark.parametrize("build", [BertForSequenceClassification, GPT2ForSequenceClassification])
+def test_a_text_or_a_label_outside_of_the_model_is_named_wherever_it_stands(
+    build: Any, name: str, value: Any, text: str, places: Sequence[int]
+) -> None:
+    data = [
+        {"input_ids": torch.ones(6).long(), "labels": torch.tensor(i % 2)} for i in range(_NUM)
+    ]
+    for place in places:
+        data[place][name] = value
+    named = "|".join(map(str, places))
+    with pytest.raises(ValueError, match=rf"samples? \[?({named})\]? ?({text})"):
+        with Trainer(small(build), data, global_batch_size=1, epochs=1) as trainer:
+            trainer.fit()
+
+
+def small(build: Any) -> nn.Module:
+    """Build a model of 20 tokens, 8 positions and 2 labels."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
+    config = build.config_class(max_position_embeddings=8, pad_token_id=0, **sizes)
+    model: nn.Module = build(config)
+    return model
+
+
+def test_a_first_sample_of_a_model_without_a_configuration_is_named() -> None:
+    data = [(torch.full((4,), index % 7), torch.tensor(index % 3)) for index in range(_NUM)]
+    data[1] = data[1][0], torch.tensor(5)
+    with pytest.raises(ValueError, match="cannot take sample 1: Target 5 is out of bounds"):
+        run(data)
+
+
+def test_a_first_sample_to_evaluate_is_named() -> None:
+    good = [{"input_ids": torch.ones(6).long(), "labels": torch.tensor(1)} for _ in range(4)]
+    bad = [{**good[0], "labels": torch.tensor(7)}, *good]
+    model = small(BertForSequenceClassification)
+    with pytest.raises(ValueError, match="^the eval_dataset's sample 0 has the label 7, but"):
+        with Trainer(model, good, eval_dataset=bad, global_batch_size=2) as trainer:
+            trainer.fit()
 
 
 def test_a_worker_names_it_too() -> None:
