@@ -22,7 +22,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from autodp import Shard, gather_json
 from freeze import JOURNAL_FILE
+from freeze.signals import is_signal_tensor
 from pipetransformer.checkpoint.best_model import BEST_FOLDER
 from pipetransformer.checkpoint.format import (
     Checkpoint,
@@ -50,7 +51,7 @@ from pipetransformer.durable_files import (
 )
 from pipetransformer.elastic import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
 from pipetransformer.errors import CorruptCheckpointError
-from pipetransformer.model import LayeredModel
+from pipetransformer.model import LayeredModel, Task, trained_parameters
 from pipetransformer.processes import (
     World,
     agree,
@@ -233,11 +234,12 @@ def refuse_another_run(what: str, begun: Mapping[str, Any], ours: Mapping[str, A
 def read_shards(
     checkpoint: Checkpoint,
     names: Sequence[str],
-    model: LayeredModel,
+    task: Task,
     *,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Shard]:
     """Read the shards that this rank will hold; an error is raised on all ranks. Collective."""
+    model = task.model
 
     def read() -> dict[str, Shard]:
         shards = {name: checkpoint.read(name) for name in names}
@@ -245,6 +247,8 @@ def read_shards(
             name = shard_name(sublayer.name, WEIGHTS)
             if name in shards:
                 _check_fit(name, shards[name], model.tensors(index))
+            moments = shards.get(shard_name(sublayer.name, OPTIMIZER), {})
+            _check_trained(checkpoint, moments, trained_parameters(task, (index,)))
         return shards
 
     return agree(read, group=group)
@@ -259,6 +263,17 @@ def _check_fit(name: str, saved: Shard, held: Shard) -> None:
         raise ValueError(
             f"{name} was saved with {sorted(theirs - ours)}, but this model has "
             f"{sorted(ours - theirs)}; resume with the model that was saved"
+        )
+
+
+def _check_trained(checkpoint: Checkpoint, moments: Shard, trained: Collection[str]) -> None:
+    own = (key for key in moments if not is_signal_tensor(key))
+    left = [key for key in own if not any(key.startswith(f"{name}/") for name in trained)]
+    if left:
+        raise ValueError(
+            f"checkpoint {checkpoint.folder} holds the optimizer's {left[0]!r}, but this run does "
+            "not train that weight; set its requires_grad to True before the Trainer is built, or "
+            "start a new run from the saved weights"
         )
 
 

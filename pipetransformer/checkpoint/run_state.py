@@ -151,7 +151,7 @@ class RunState:
         decision = elastic.decision
         assert decision is not None
         needed = self._deployment.needed_shards(decision)
-        shards = read_shards(checkpoint, needed, self._task.model, group=self._world.group)
+        shards = read_shards(checkpoint, needed, self._task, group=self._world.group)
         self._deployment.restore(decision, shards)
         signals = [rank["signals"] for rank in scalars["ranks"]]
         self._deployment.active_stage.signals.load(IntervalSignals.joined(signals))

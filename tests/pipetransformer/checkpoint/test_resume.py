@@ -244,6 +244,24 @@ class Measured(Exception):
     """Tell that a run is measured anew."""
 
 
+def test_weights_that_no_longer_train_are_refused_and_further_ones_begin_to(
+    tmp_path: Path,
+) -> None:
+    def train(*resting: str, **settings: Any) -> None:
+        model = tiny_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in resting)
+        settings = {"folder": tmp_path, "checkpoint_every_epochs": 1, **settings}
+        with Trainer(model, tiny_data(), loss_fn=nn.CrossEntropyLoss(), **settings) as trainer:
+            trainer.fit()
+
+    first, second = [name for name, _ in tiny_model().named_parameters()][-2:]
+    train(first, epochs=1)
+    train(epochs=2, resume=True)
+    with pytest.raises(ValueError, match=f"the optimizer's '{second}/.*requires_grad to True"):
+        train(second, epochs=3, resume=True)
+
+
 def measures_on_resume(folder: Path, changed_rank: int | None) -> bool:
     """Resume, perhaps with other hardware under a rank; tell whether this world is measured."""
 
