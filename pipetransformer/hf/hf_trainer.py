@@ -50,7 +50,7 @@ from pipetransformer.hf.training_arguments import (
     settings_of,
     why_missing,
 )
-from pipetransformer.model import EntryNames, LayeredModel, adapt
+from pipetransformer.model import EntryNames, LayeredModel, adapt, refuse_no_module
 from pipetransformer.trainer import Trainer
 
 _MADE_OF = (
@@ -119,6 +119,8 @@ class HFTrainer(Evaluations):
         )
         if model is None or args is None:
             raise ValueError("model and args are needed; give both")
+        if not isinstance(model, LayeredModel):
+            refuse_no_module(model)
         refuse_overrides(type(self), HFTrainer)
         refuse_arguments(args, model, settings)
         if save_pretrained_checkpoints and args.save_strategy == "no":

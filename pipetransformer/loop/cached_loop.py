@@ -42,7 +42,7 @@ from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService, check_settings
 from pipetransformer.loop.short_forward import learning
-from pipetransformer.model import refuse_wrapper
+from pipetransformer.model import refuse_no_module, refuse_wrapper
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -71,12 +71,13 @@ def attach(
             looks at; `ignores_padding=True` promises that it reads nothing that the model returns
             of padding, as where it pools by the mask.
     Raises:
-        TypeError: the model is a wrapper of torch's.
+        TypeError: the model is a wrapper of torch's, or no model.
         ValueError: a setting is unknown or not allowed, or a policy lacks what it needs. A model
             without a row of blocks is refused where the first epoch begins, as its samples are
             needed to run it.
     """
     check_settings(settings)
+    refuse_no_module(model)
     refuse_wrapper(model)
     policy = chosen_policy(freeze)
     if isinstance(policy, FreezeSchedule):
@@ -133,6 +134,13 @@ class CachedLoop:
         self._rows: RowService | None = None
         self._is_closed = self._has_told = False
         self.stats = CacheStats()
+        # At `close`, or where the loop is dropped.
+        self._never_begun = weakref.finalize(
+            self,
+            _LOGGER.warning,
+            "attach was called, but no batch came from its epoch, so nothing was frozen: let the "
+            "loop run over cached.epoch(loader) in the place of loader",
+        )
 
     def freeze_bottom(self, num_frozen: int) -> None:
         """Freeze this many blocks from the next epoch on."""
@@ -154,6 +162,7 @@ class CachedLoop:
         return _Epoch(self._batches(loader), loader)
 
     def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
+        self._never_begun.detach()
         rows = self._start(loader)
         if rows is None:
             yield from self._learning(loader)
@@ -260,6 +269,7 @@ class CachedLoop:
     def close(self) -> None:
         """Have the forward run from its start again, and free the rows; blocks stay frozen."""
         self._is_closed = True
+        self._never_begun()
         self._stop_watching()
         if self._rows is not None:
             self._rows.close()

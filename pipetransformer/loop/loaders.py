@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipetransformer.loop.randomness import states_of
 
@@ -34,7 +34,7 @@ def base_of(loader: Any) -> DataLoader[Any]:
     Lightning's Fabric wrap.
 
     Raises:
-        TypeError: it is no DataLoader, or another process reads for it.
+        TypeError: it is no DataLoader, is iterable, or another process reads for it.
         ValueError: it makes no batches.
     """
     base: Any = getattr(loader, "base_dataloader", loader)
@@ -49,6 +49,12 @@ def base_of(loader: Any) -> DataLoader[Any]:
         raise TypeError(
             "accelerate's DataLoaderDispatcher has rank 0 read for all ranks, which then do not "
             "know their samples; set dispatch_batches=False"
+        )
+    if isinstance(base.dataset, IterableDataset):
+        raise TypeError(
+            f"the loader's data set, a {type(base.dataset).__name__}, is iterable, and a row is "
+            "found again by its sample's index; give the loader a data set with __len__ and "
+            "__getitem__, for instance list(dataset)"
         )
     if base.batch_sampler is None:
         raise ValueError("the loader makes no batches (batch_size=None); give it a batch size")

@@ -47,7 +47,13 @@ from pipetransformer.model.peft_models import (
 )
 from pipetransformer.model.precision import DTYPES, LossScale
 from pipetransformer.model.recording import Row, whole_in_mode
-from pipetransformer.model.registry import adapt, entry_names, refuse_wrapper, register_adapter
+from pipetransformer.model.registry import (
+    adapt,
+    entry_names,
+    refuse_no_module,
+    refuse_wrapper,
+    register_adapter,
+)
 from pipetransformer.model.task import (
     Task,
     build_optimizer,
@@ -69,6 +75,6 @@ __all__ = [
     "in_mode", "large_embeddings", "modes_of",
     "modules_with_adapters", "named_optimizer", "named_tensors", "names_of",
     "output_of", "owned_parameters", "present", "put_state", "qualified_name", "refuse_hooks",
-    "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes", "split_by_layer",
-    "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
+    "refuse_no_module", "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes",
+    "split_by_layer", "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

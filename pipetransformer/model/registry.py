@@ -70,6 +70,7 @@ def adapt(
     """
     if isinstance(model, LayeredModel):
         return model
+    refuse_no_module(model)
     refuse_peft(model)
     kind = _known_kind(model)
     if kind is not None:
@@ -116,6 +117,16 @@ def _known_kind(model: object) -> type[Any] | None:
     """Return a model's class, or the nearest base, that has an adapter; None if none has."""
     kinds = type(model).__mro__
     return next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
+
+
+def refuse_no_module(model: Any) -> None:
+    """Raise a TypeError for what is no model, such as the name of one."""
+    if not isinstance(model, nn.Module):
+        name = repr(model) if isinstance(model, str) else "..."
+        raise TypeError(
+            f"the model is a {type(model).__name__} and no torch.nn.Module; build or load it "
+            f"first, as by AutoModelForSequenceClassification.from_pretrained({name})"
+        )
 
 
 def refuse_wrapper(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import freeze as freezing
-from pipetransformer import attach
+from pipetransformer import Trainer, attach
 from pipetransformer.loop import CachedLoop
 from tests.helpers.any_models import KINDS, NUM_SAMPLES, Kind, build, data, mean_loss, sgd
 from tests.helpers.pool import Pool
 
 PLAN = (0, 1, 2, 1, 2)
+TEXTS = KINDS["gpt2_classifier"]
 
 
 class Samples:
@@ -268,3 +270,40 @@ def test_images_without_labels_serve_a_loss_that_needs_none(
     found = [torch.cat([model(x) for (x,) in cached.epoch(loader)]) for _ in range(2)]
     assert cached.stats.hits == NUM_SAMPLES
     assert torch.equal(*found)
+
+
+def test_a_model_s_name_in_its_place_is_refused_at_once() -> None:
+    for begin in (lambda: attach("bert", freeze=1), lambda: Trainer("bert", [(1, 1)])):
+        with pytest.raises(TypeError, match=r"model is a str .*; build or .*pretrained\('bert'\)"):
+            begin()  # type: ignore[no-untyped-call]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(TEXTS))
+
+
+def test_a_loader_of_a_stream_is_refused_and_of_its_list_is_served() -> None:
+    with attach(build(TEXTS), freeze=1) as cached:
+        with pytest.raises(TypeError, match="a Stream, is iterable, .* for instance list"):
+            next(iter(cached.epoch(DataLoader(Stream(), batch_size=4))))
+        batch = next(iter(cached.epoch(DataLoader([*Stream()], batch_size=4))))
+        assert len(next(iter(batch.values()))) == 4
+
+
+def test_an_attached_loop_whose_epoch_nobody_runs_is_told_of_at_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def loop() -> CachedLoop:
+        return attach(build(TEXTS), freeze=1)
+
+    used = loop()
+    next(iter(used.epoch(DataLoader(data(TEXTS), batch_size=4))))
+    used.close()
+    assert not caplog.text
+    loop().close()
+    assert caplog.text.count("over cached.epoch(loader) in the place of loader") == 1
+    dropped = loop()
+    del dropped
+    gc.collect()
+    assert caplog.text.count("over cached.epoch(loader) in the place of loader") == 2
