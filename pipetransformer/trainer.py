@@ -231,6 +231,11 @@ class Trainer:
         try:
             with own_random_numbers(self.world.device):
                 first_change = self._begin(trains=True)
+            if self.is_over:
+                self._log.say(
+                    f"the run had ended at step {self.global_step}, so nothing is trained; give a "
+                    "larger epochs=, or begin anew with another Trainer and resume='replace'"
+                )
             self._events.tell(Callback.on_train_begin)
             self._events.tell_of_change(first_change)
             # Once, and not at each step: it copies the states of all generators.

@@ -68,9 +68,11 @@ _SUBLAYERS = "sublayers"
 _LOG = logging.getLogger(__name__)
 
 
-def resumes(config: TrainConfig) -> bool:
+def resumes(config: TrainConfig, *, has_lock: bool = False) -> bool:
     """Tell whether a run continues from its folder, before anything is started.
 
+    Args:
+        has_lock: whether this run has locked the folder.
     Raises:
         ValueError: the folder holds another run and resume is False, or it holds no checkpoint
             and resume is True; or a link stands where a run keeps its weights.
@@ -93,16 +95,18 @@ def resumes(config: TrainConfig) -> bool:
         return True
     if config.resume == "replace":
         return False
+    if not has_lock:  # To replace it, or to continue it, would be refused, too.
+        _refuse_live(folder)
     if not holds_checkpoint(folder / CHECKPOINTS):
         anew = "; resume='auto' starts it anew, with the decisions of its journal"
         raise ValueError(
             f"folder {str(folder)!r} holds the records of a run without checkpoints: give another "
-            f"folder, or remove it{anew if config.saves else ''}"
+            f"folder, or resume='replace', which removes them{anew if config.saves else ''}"
         )
     raise ValueError(
         f"folder {str(folder)!r} already holds a run ({', '.join(present)}); continue it with "
-        "resume='auto', with train(resume_from_checkpoint=True) of pipetransformer.hf, or give "
-        "another folder"
+        "resume='auto', or with train(resume_from_checkpoint=True) of pipetransformer.hf; replace "
+        "it with resume='replace', or give another folder"
     )
 
 
@@ -322,6 +326,12 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
         file.close()
         raise
     return file
+
+
+def _refuse_live(folder: Path) -> None:
+    """Raise a ValueError if another run holds the lock of a folder."""
+    with suppress(OSError), FileIO(open_unlinked(folder / LOCK_FILE, os.O_RDWR), "r+") as file:
+        _wait_for(file, folder, 0.0)
 
 
 def _this_process() -> str:

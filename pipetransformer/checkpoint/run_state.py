@@ -112,7 +112,7 @@ class RunState:
         waits = min(_LOCK_PATIENCE_S, config.setup_timeout_s / 2) if is_restarted() else 0.0
         self._lock = lock_folder(folder, patience_s=waits)
         # Checked before the ranks met, too, but another run may have come and gone since.
-        continues = resumes(config)
+        continues = resumes(config, has_lock=True)
         if continues and config.resume in (False, "replace"):
             _LOGGER.warning("the processes were started again: the run in %s continues", folder)
         if config.resume == "replace" and not continues:

@@ -390,6 +390,21 @@ def test_a_checkpoint_that_holds_no_settings_is_continued(
     assert "continues from step 2 (step-00000002)" in caplog.messages
 
 
+def test_fit_says_that_the_run_had_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pipetransformer"):
+        with make_trainer(tmp_path, resume="auto", max_steps=2) as trainer:
+            trainer.fit()
+            assert "had ended" not in caplog.text
+            trainer.fit()
+            assert caplog.text.count("the run had ended at step 2, so nothing is trained") == 1
+        with make_trainer(tmp_path, resume="auto", max_steps=2) as trainer:
+            trainer.fit()
+        assert caplog.text.count("the run had ended at step 2, so nothing is trained") == 2
+        with make_trainer(tmp_path, resume="auto", max_steps=3) as trainer:
+            trainer.fit()
+        assert caplog.text.count("had ended") == 2
+
+
 def test_begin_tells_that_the_run_that_is_continued_had_ended(tmp_path: Path) -> None:
     train(tmp_path, max_steps=2)
     with make_trainer(tmp_path, resume=True, max_steps=2) as trainer:

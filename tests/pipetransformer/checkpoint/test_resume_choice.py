@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from pipetransformer import Trainer, adamw
 from pipetransformer.checkpoint import resume as resume_module
-from pipetransformer.checkpoint.resume import note_launchers, resumes
+from pipetransformer.checkpoint.resume import lock_folder, note_launchers, resumes
 from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig
 from pipetransformer.model import NamedParameters
@@ -63,7 +63,12 @@ def test_the_trainer_refuses_before_anything_is_started(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 10)
-    with pytest.raises(ValueError, match=r"already holds a run \(checkpoints\); .*resume='auto'"):
+    advice = r"already holds a run \(checkpoints\); .*resume='auto'.* resume='replace'"
+    with pytest.raises(ValueError, match=advice):
+        resumes(config(tmp_path, False))
+    with lock_folder(tmp_path), pytest.raises(ValueError, match="is training in folder"):
+        resumes(config(tmp_path, False))
+    with pytest.raises(ValueError, match=advice):
         resumes(config(tmp_path, False))
     assert resumes(config(tmp_path, "auto"))
 
@@ -73,7 +78,7 @@ def test_records_without_checkpoints_are_not_said_to_be_continued(
     tmp_path: Path, found: str
 ) -> None:
     (tmp_path / found).mkdir()
-    advice = "without checkpoints: give another folder, or remove it"
+    advice = "without checkpoints: give another folder, or resume='replace', which removes them"
     # Without checkpoints resume= is refused, too.
     with pytest.raises(ValueError, match=f"{advice}$"):
         resumes(TrainConfig(folder=tmp_path))
