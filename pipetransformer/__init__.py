@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from autocache import CacheStats
 from autopipe import balance, skip
 from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import GPipe, StashedPipeline, flatten_sequential, restore_batch_norm
@@ -67,8 +68,8 @@ if TYPE_CHECKING:
     from pipetransformer.loop import LightningFreezeCallback as LightningFreezeCallback
 
 __all__ = [
-    "AlphaSchedule", "AutoFreeze", "CachedLoop", "Callback", "CallbackError", "Change",
-    "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeContext",
+    "AlphaSchedule", "AutoFreeze", "CacheStats", "CachedLoop", "Callback", "CallbackError",
+    "Change", "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeContext",
     "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "GPipe", "Guarded",
     "LayerStats", "LayeredModel", "Linear", "Loss", "Measurements", "NeverFreeze",
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",

@@ -120,7 +120,6 @@ class CachedLoop:
 
     Attributes:
         num_frozen: blocks that the present epoch, or the last one, has frozen.
-        stats: what the last epoch found: hits, upgrades, misses, and the seconds of the cache.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class CachedLoop:
         self._num_begun = self.num_frozen = 0
         self._rows: RowService | None = None
         self._is_closed = self._has_told = False
-        self.stats = CacheStats()
         # At `close`, or where the loop is dropped.
         self._never_begun = weakref.finalize(
             self,
@@ -141,6 +139,14 @@ class CachedLoop:
             "attach was called, but no batch came from its epoch, so nothing was frozen: let the "
             "loop run over cached.epoch(loader) in the place of loader",
         )
+
+    @property
+    def stats(self) -> CacheStats:
+        """Return what the running epoch has found so far, or the last one: hits and more.
+
+        A hit is a row that was read, also where the forward then had no use for it.
+        """
+        return CacheStats() if self._rows is None else self._rows.stats
 
     def freeze_bottom(self, num_frozen: int) -> None:
         """Freeze this many blocks from the next epoch on."""
@@ -183,7 +189,7 @@ class CachedLoop:
         # What is kept serves loops in any mode.
         with torch.inference_mode(False):
             self.num_frozen = self._freeze(rows, loader)
-        rows.take_stats()
+        rows.forget_stats()
         rows.epoch = epoch = self._num_begun
         self._num_begun += 1
         rows.forward.is_awaited, rows.forward.num_served = rows.may_serve, 0
@@ -192,7 +198,6 @@ class CachedLoop:
     def _end(self, rows: RowService, epoch: int) -> None:
         if rows.epoch == epoch and not sys.is_finalizing():
             rows.forward.is_awaited = False
-            self.stats = rows.take_stats()
             if self.stats.hits and not rows.forward.num_served and not self._has_told:
                 self._has_told = True
                 _LOGGER.warning(

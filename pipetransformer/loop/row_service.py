@@ -710,11 +710,16 @@ class RowService:
         call = call or self._calls[0]
         return RowBatch(number, ids, num, epoch, self.depth, rows, entries, not_read, call, stamp)
 
-    def take_stats(self) -> CacheStats:
-        """Return the cache's counts and times since the last call, and start over."""
+    @property
+    def stats(self) -> CacheStats:
+        """Return the cache's counts and times since they were last forgotten."""
         self._note_stats()
-        stats, self._stats = self._stats, CacheStats()
-        return stats
+        return self._stats
+
+    def forget_stats(self) -> None:
+        """Begin to count anew."""
+        self._note_stats()
+        self._stats = CacheStats()
 
     def _note_stats(self) -> None:
         # A cache of another depth begins to count anew.
@@ -722,6 +727,7 @@ class RowService:
 
     def close(self) -> None:
         """Give the model its own forward back, and free the rows."""
+        self._note_stats()
         self.forward.close()
         self.feed.close()
         self.world.close()

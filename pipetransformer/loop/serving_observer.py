@@ -34,9 +34,6 @@ class ServingObserver(Observer):
         cache: whether rows are kept; without, blocks only freeze.
         layers: the model's blocks, bottom first; None finds them.
         settings: those of `attach`.
-
-    Attributes:
-        stats: what the last training found: hits, upgrades, misses, and the cache's seconds.
     """
 
     def __init__(
@@ -59,7 +56,15 @@ class ServingObserver(Observer):
         self._caches, self._settings = cache, settings
         self._rows: RowService | None = None
         self._swap = ExitStack()
-        self.stats = CacheStats()
+        self._stats = CacheStats()
+
+    @property
+    def stats(self) -> CacheStats:
+        """Return what all epochs of the training have found so far, or of the last: hits and more.
+
+        A hit is a row that was read, also where the forward then had no use for it.
+        """
+        return self._stats if self._rows is None else self._rows.stats
 
     def begin_rows(self, model: nn.Module, loader: Any, *, precision: str | None) -> None:
         """Look at a model and the samples that it will train on. Collective.
@@ -99,7 +104,7 @@ class ServingObserver(Observer):
         """Have the model run from its start again, and free the rows."""
         self.let_go()
         if self._rows is not None:
-            self.stats = self._rows.take_stats()
+            self._stats = self._rows.stats
             self._at_the_end()
             self._rows = None
 

@@ -272,6 +272,23 @@ def test_images_without_labels_serve_a_loss_that_needs_none(
     assert torch.equal(*found)
 
 
+def test_hits_are_told_while_an_epoch_runs_and_after_a_break(tmp_path: Path) -> None:
+    model, loader = build(TEXTS), DataLoader(data(TEXTS), batch_size=4)
+    with attach(model, freeze=1, cache_folder=tmp_path) as cached:
+        for epoch in range(2):
+            batches, seen = cached.epoch(loader), 0
+            for batch in batches:
+                mean_loss(TEXTS, model, batch)
+                seen += len(batch["input_ids"])
+                found = cached.stats
+                assert found.hits + found.misses >= seen
+                if epoch and seen == 8:
+                    break
+        last = cached.stats.hits
+        assert last > 0
+    assert cached.stats.hits == last
+
+
 def test_a_model_s_name_in_its_place_is_refused_at_once() -> None:
     for begin in (lambda: attach("bert", freeze=1), lambda: Trainer("bert", [(1, 1)])):
         with pytest.raises(TypeError, match=r"model is a str .*; build or .*pretrained\('bert'\)"):

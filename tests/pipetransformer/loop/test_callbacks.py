@@ -277,6 +277,19 @@ def wrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_hits_are_told_after_each_epoch_of_a_training(tmp_path: Path) -> None:
+    hits = []
+
+    class Noting(FreezeCallback):
+        def on_epoch_end(self, *given: Any, **facts: Any) -> None:
+            super().on_epoch_end(*given, **facts)
+            hits.append(self.stats.hits)
+
+    callback = Noting([0, 2, 2, 2], cache_folder=tmp_path)
+    Training(tmp_path).train(callback)
+    assert hits[0] == 0 < hits[2] < hits[3] == callback.stats.hits
+
+
 def test_a_model_that_cannot_be_cut_may_freeze_without_rows(tmp_path: Path) -> None:
     training = Training(tmp_path, change=wrapped)
     with pytest.raises(
