@@ -19,13 +19,17 @@ def chosen_policy(freeze: FreezeChoice) -> FreezePolicy | PolicyFunction:
     Raises:
         ValueError: it is none of what may be chosen.
     """
-    refusal = (
+    choices = (
         f"freeze is {freeze!r}; give a number of blocks, or one for each epoch, a policy, a "
-        f"function of a FreezeContext, or a policy's name: {POLICY_HELP}"
+        "function of a FreezeContext, or a policy's name: "
     )
-    try:
-        if isinstance(freeze, str):
+    refusal = f"{choices}{POLICY_HELP}"
+    if isinstance(freeze, str):
+        try:
             return named_policy(freeze)
+        except ValueError as error:  # It lists the names, or the one that was meant.
+            raise ValueError(f"{choices}{error}") from error
+    try:
         if isinstance(freeze, FreezePolicy):
             return freeze
         if isinstance(freeze, (int, Sequence)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -47,6 +48,12 @@ def named_policy(text: str) -> FreezePolicy:
             return _NAMED[kind](value)
         return _imported(kind, value)
     except (ImportError, AttributeError, ValueError, TypeError, ZeroDivisionError) as error:
+        near = difflib.get_close_matches(kind, _NAMED, n=1)
+        if near and isinstance(error, ModuleNotFoundError):
+            meant = text.replace(kind, near[0], 1)
+            raise ValueError(
+                f"{text!r} names no freeze policy; did you mean {meant!r}?"
+            ) from error
         raise ValueError(
             f"{text!r} names no freeze policy ({error}); give {POLICY_HELP}"
         ) from error

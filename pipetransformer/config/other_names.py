@@ -69,6 +69,9 @@ _ANSWERS: Mapping[str, str] = {
     "pipeline_length": "num_stages pipeline_parallel_size",
 }  # fmt: skip
 
+_BESIDE = ("freeze", "loss_fn", "optimizer", "train_dataset", "eval_dataset")
+"""Arguments of the Trainer that are no settings."""
+
 _MEANT = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}
 
 
@@ -76,7 +79,7 @@ def advice_on(unknown: Iterable[str], known: Sequence[str]) -> str:
     """Say what to give in place of unknown settings, from the answers or from similar names."""
     advice = []
     for name in unknown:
-        near = difflib.get_close_matches(name, known, n=2)
+        near = difflib.get_close_matches(name, (*known, *_BESIDE), n=2)
         if meant := _MEANT.get(name) or " or ".join(near):
             advice.append(f"for {name!r} give {meant}")
     return "; ".join([*advice, "help(pipetransformer.TrainConfig) lists all"])

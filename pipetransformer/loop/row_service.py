@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import chain, islice
 from typing import Any, final
 
@@ -90,7 +91,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError for settings that are unknown or not allowed."""
     known = (*SETTINGS, _READS, _IGNORES)
     if unknown := sorted(settings.keys() - set(known)):
-        raise ValueError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
+        near = [one for name in unknown for one in get_close_matches(name, known, n=1)]
+        meant = f"; did you mean {', '.join(near)}?" if near else f"; known: {', '.join(known)}"
+        raise ValueError(f"unknown setting(s) {', '.join(unknown)}{meant}")
     reads = settings.get(_READS, ())
     if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
         raise ValueError(f"reads={reads!r} names no entries; give a tuple of names")

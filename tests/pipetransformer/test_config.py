@@ -281,6 +281,8 @@ def with_batch_norm() -> nn.Sequential:
         ({"epoch": 3}, ValueError, "unknown setting.*; for 'epoch' give epochs; help"),
         ({"lr": 3e-5}, ValueError, r"'lr'; for 'lr' give optimizer=adamw\(3e-5\), or"),
         ({"batch_size": 8}, ValueError, "for 'batch_size' give global_batch_size, the samples"),
+        ({"freze": 1}, ValueError, "for 'freze' give freeze; help"),
+        ({"freeze": "shedule:0,2"}, ValueError, "y; did you mean 'schedule:0,2'[?]$"),
         ({"zzz": 8}, ValueError, r"unknown setting\(s\) 'zzz'; help\("),
         ({"epochs": 0}, ValueError, "epochs is 0"),
         ({"pipeline_length": 2}, ValueError, "length 2 does not fit 1 processes"),

@@ -217,8 +217,11 @@ def test_settings_and_depths_that_are_impossible_are_refused(tmp_path: Path) -> 
     model = build(KINDS["eva"])
     with pytest.raises(ValueError, match=r"unknown setting\(s\) epochs; known: cache_folder"):
         attach(model, freeze=1, epochs=3)
-    with pytest.raises(ValueError, match="freeze is 'all'; give a number of blocks"):
+    with pytest.raises(ValueError, match="cache_foldr; did you mean cache_folder[?]$"):
+        attach(model, freeze=1, cache_foldr=tmp_path)
+    with pytest.raises(ValueError, match="freeze is 'all'; give a number of blocks") as caught:
         attach(model, freeze="all")  # type: ignore[arg-type]
+    assert str(caught.value).count("plasticity[:0.2]") == 1
     entries = data(KINDS["eva"]).tensors
     loader = DataLoader(TensorDataset(entries["x"], entries["y"]), batch_size=5)
     with attach(model, freeze=7, cache_folder=tmp_path) as cached:
