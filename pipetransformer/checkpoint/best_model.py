@@ -40,8 +40,8 @@ class BestModel:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._name = config.metric_for_best_model
-        self._sign = metric_sign(self._name, config.greater_is_better)
+        self.name = config.metric_for_best_model
+        self._sign = metric_sign(self.name, config.greater_is_better)
         self._threshold = config.early_stopping_threshold
         self._patience = config.early_stopping_patience
         self._folder = None if config.folder is None else Path(config.folder) / BEST_FOLDER
@@ -54,19 +54,23 @@ class BestModel:
     def is_out_of_patience(self) -> bool:
         return self._patience is not None and self._num_without >= self._patience
 
+    def is_nan(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the metric is there, and is no number."""
+        return math.isnan(metrics.get(self.name, 0.0))
+
     def note(self, metrics: Mapping[str, float], step: int) -> bool:
         """Record the evaluation after a step; tell whether it is the best so far.
 
         Raises:
             ValueError: the metric is missing.
         """
-        if self._name not in metrics:
+        if self.name not in metrics:
             raise ValueError(
-                f"metric_for_best_model is {self._name!r}, but an evaluation has "
+                f"metric_for_best_model is {self.name!r}, but an evaluation has "
                 f"{', '.join(sorted(metrics)) or 'no metrics'}; choose one of them, or add it by "
                 "compute_metrics="
             )
-        value = metrics[self._name]
+        value = metrics[self.name]
         gain = math.inf if self.value is None else self._sign * (value - self.value)
         is_best = not math.isnan(value) and gain > 0
         # The threshold is for patience alone: a smaller gain is still the best.
@@ -113,7 +117,7 @@ class BestModel:
         """Return plain values for a checkpoint, whose best weights `write` keeps from now on."""
         self._step_of_checkpoint = self.step
         return {
-            "metric": [self._name, self._sign],
+            "metric": [self.name, self._sign],
             "value": self.value,
             "step": self.step,
             "num_without": self._num_without,
@@ -121,7 +125,7 @@ class BestModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`, if that followed the same metric."""
-        if state["metric"] == [self._name, self._sign]:
+        if state["metric"] == [self.name, self._sign]:
             self.value, self.step = state["value"], state["step"]
             self._num_without = state["num_without"]
             self._step_of_checkpoint = self.step
@@ -140,21 +144,31 @@ class Selection:
         self.best = BestModel(config)
         self._keeps_weights = config.load_best_model_at_end
         self._world, self._deployment = world, deployment
+        self._why_lost, self._has_warned = "", False
 
     def forget_if_lost(self) -> None:
         """Forget a checkpoint's best evaluation if its weights can no longer be read."""
         if not self._keeps_weights:
             return
-        if why_lost := told_by_rank_0(self.best.why_lost, group=self._world.group):
+        self._why_lost = told_by_rank_0(self.best.why_lost, group=self._world.group)
+        if self._why_lost:
             if self._world.is_main:
                 text = "%s. The best is looked for among the evaluations to come"
-                _LOGGER.warning(text, why_lost)
+                _LOGGER.warning(text, self._why_lost)
             self.best.value, self.best.step = None, None
 
     def judge(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the evaluation after a step, and write its weights if it is the best."""
         best = self.best
         former = best.value, best.step
+        if self._world.is_main and not self._has_warned and best.is_nan(metrics):
+            self._has_warned = True
+            _LOGGER.warning(
+                "%s is NaN in the evaluation after step %d, and such a one is never the best; a "
+                "run without any other ends with its last weights",
+                best.name,
+                step,
+            )
         if best.note(metrics, step) and self._keeps_weights:
             state = self._deployment.copy_weights()
             try:
@@ -167,7 +181,14 @@ class Selection:
                     _LOGGER.warning(text, step, error)
 
     def put_best_weights(self) -> None:
-        """Put the best evaluation's weights into the model, if the config asks for that."""
+        """Put the best evaluation's weights into the model, if the config asks for that.
+
+        Raises:
+            CorruptCheckpointError: they cannot be read, or were lost before a resume after which
+                no evaluation came.
+        """
+        if self._why_lost and self.best.step is None:
+            raise CorruptCheckpointError(self._why_lost)
         if self._keeps_weights and self.best.step is not None:
             weights = on_rank_0(self.best.read, group=self._world.group)
             self._deployment.put_weights(weights or {})

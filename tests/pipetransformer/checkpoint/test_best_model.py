@@ -317,6 +317,32 @@ def test_a_resumed_run_looks_for_the_best_anew_where_the_disk_has_changed_it(
     assert re.search(DAMAGED, caplog.text)
 
 
+def test_a_run_that_was_over_does_not_end_with_other_weights_than_the_best(tmp_path: Path) -> None:
+    settings = {"checkpoint_every_epochs": 1, "resume": "auto"}
+    expected = fit_with_marks(tmp_path, 0, settings)
+    best = tmp_path / "best" / f"step-{expected['best'][1]:08d}.safetensors"
+    flip(best, -1)
+    with pytest.raises(CorruptCheckpointError, match=DAMAGED):
+        fit_with_marks(tmp_path, 4, settings)
+    flip(best, -1)
+    assert_equal(fit_with_marks(tmp_path, 4, settings)["weights"], expected["weights"])
+
+
+def test_a_metric_that_is_nan_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks = iter([math.nan, math.nan, 0.5, 0.25])
+
+    def judge(_: EvalPrediction) -> dict[str, float]:
+        return {"mark": next(marks)}
+
+    with trainer_of(tmp_path, compute_metrics=judge) as trainer:
+        trainer.fit()
+        assert (trainer.report.best_metric, trainer.report.best_step) == (0.5, 9)
+    assert caplog.text.count("mark is NaN in the evaluation after step 3, and such") == 1
+    assert caplog.text.count("is NaN") == 1
+
+
 def test_what_others_keep_beside_the_best_weights_stays(tmp_path: Path) -> None:
     folder = tmp_path / "best"
     for name in ("step-notes.txt", "step-7", "model.safetensors"):
