@@ -108,6 +108,7 @@ class Stage:
         self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
         self._device_end = self._end_for_device()
         self._unread: tuple[LateNumbers, MicroBatches] | None = None
+        self._ended = ""
         self._has_unseen = False
         self._reducer: GradientReducer | None = None
         self._ties = TiedGradients(task, self._wiring, plan, self.parameters)
@@ -189,6 +190,8 @@ class Stage:
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start, looks = time.perf_counter(), looks or self._world.size > 1
+        if self._ended:  # The device holds back all updates from then on.
+            raise NonFiniteError(self._ended)
         intrusion = self._begin_step(looks=looks)
         work = self._train_work(coming, rows, next_ids)
         self._bring_samples(work)
@@ -458,6 +461,11 @@ class Stage:
         if skipped:
             what = f"step {late.step}: the loss is {loss}, the gradient's norm {norm}"
             where = where_in(values, self.signals.part_names)
+            if self._task.config.on_nonfinite == "raise":
+                self._ended = (
+                    f"{what}, and the run ended there; resume from a checkpoint, or start another "
+                    "Trainer, perhaps with on_nonfinite='skip'"
+                )
             self._report_nonfinite(what, self._before(late.step, batches) or Origin(where))
 
     def _report_nonfinite(self, what: str, origin: Origin) -> None:

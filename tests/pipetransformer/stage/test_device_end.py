@@ -207,6 +207,22 @@ def test_a_run_ends_with_the_weights_before_a_number_that_is_not_finite(
             assert torch.equal(weight, good[name]), name
 
 
+def test_a_run_that_such_a_number_has_ended_takes_no_further_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # They were recorded as fine, and updated nothing.
+    data = make_data(bad=_BATCH + 3)
+    settings = {"sample_order": lambda epoch: range(_NUM), "freeze": None}
+    with on("gpu", monkeypatch) as gpu, trainer_on(gpu, data, **settings)[0] as trainer:
+        for _ in range(2):
+            trainer.step()
+        with pytest.raises(NonFiniteError, match="step 1: .*'x' of sample"):
+            trainer.step()
+        for _ in range(2):
+            with pytest.raises(NonFiniteError, match="step 1: .* ended there; resume from"):
+                trainer.step()
+
+
 def test_a_gradient_that_is_not_finite_is_found_where_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
