@@ -7,10 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pipetransformer import __version__
-from pipetransformer.checkpoint import add_export_parser
+from pipetransformer.checkpoint import add_export_parser, may_be_live
 from pipetransformer.cli.cache_command import add_cache_parser
 from pipetransformer.cli.demo_command import add_demo_parser
 from pipetransformer.cli.plan_command import add_plan_parser
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--watch",
         action="store_true",
         help="write report.html anew while the run goes on, and have an open page reload itself; "
-        "ends with the run, or on Ctrl-C",
+        "ends with the run, also an interrupted one, or on Ctrl-C",
     )
     manner.add_argument(
         "--freeze", action="store_true", help="draw what the policy saw of each layer, and decided"
@@ -91,7 +92,7 @@ def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
     if options.watch:
         say(f"{folder / PAGE_FILE} follows the run; Ctrl-C ends that")
         sys.stdout.flush()  # What is piped would see it at the end.
-        watch_page(folder)
+        watch_page(folder, is_live=partial(may_be_live, folder))
     else:
         write_page(folder)
     say(f"{folder / PAGE_FILE}\n\n{draw_folder(folder)}")

@@ -9,6 +9,7 @@ file of its own. So all of it is escaped, and the page's policy lets nothing be 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -22,6 +23,7 @@ from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, 
 from pipetransformer.report.sections import TRACE_FILE, Rows, Section, sections_of
 
 PAGE_FILE = "report.html"
+_LOGGER = logging.getLogger(__name__)
 
 _INTERVAL_S = 5.0
 
@@ -88,25 +90,45 @@ def write_page(folder: Path, *, reload_s: float | None = None) -> bool:
     return is_over
 
 
-def watch_page(folder: Path, *, pause: Callable[[float], object] = time.sleep) -> None:
-    """Write report.html anew whenever the run has recorded more, until it is over or on Ctrl-C.
+def watch_page(
+    folder: Path,
+    *,
+    is_live: Callable[[], bool] = lambda: True,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Write report.html anew whenever the run has recorded more, until its end or Ctrl-C.
 
-    The last page does not reload itself. A run that was killed never says that it is over.
+    It waits for a run that has not begun. The last page does not reload itself.
 
     Args:
+        is_live: whether a process trains in the folder. A run that was killed never says that it
+            is over.
         pause: waits so many seconds.
     Raises:
         ImportError, ValueError: as `write_page`.
     """
     seen, is_over = None, False
     try:
+        while not _has_begun(folder):
+            pause(_INTERVAL_S)
         while not is_over:
+            lives = is_live()  # Asked before the last records are read, and not behind them.
             if (found := _sizes(folder)) != seen:
                 is_over, seen = write_page(folder, reload_s=_INTERVAL_S), found
+            if not is_over and not lives:
+                _LOGGER.warning("no process trains in %s, and the run in it is not over", folder)
+                break
             if not is_over:
                 pause(_INTERVAL_S)
     except KeyboardInterrupt:
+        pass
+    if not is_over and _has_begun(folder):
         write_page(folder)
+
+
+def _has_begun(folder: Path) -> bool:
+    path = folder / RECORDS_FILE
+    return path.exists() and path.stat().st_size > 0
 
 
 def run_is_over(records: list[Record]) -> bool:

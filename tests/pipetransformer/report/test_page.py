@@ -16,6 +16,7 @@ from torch import nn
 
 from freeze import FreezeSchedule, PaperRule
 from pipetransformer import Trainer
+from pipetransformer.checkpoint import lock_folder, may_be_live
 from pipetransformer.cli import main
 from pipetransformer.report import RECORDS_FILE, latest_branch, read_records
 from pipetransformer.report import page as page_module
@@ -358,6 +359,39 @@ def test_a_watched_page_follows_the_run_to_its_end(tmp_path: Path) -> None:
     assert "location.reload" in first and "location.reload" in second
     assert "The page reloads every 5 s." in first
     assert "location.reload" not in page_of(tmp_path) and "over" in page_of(tmp_path)
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+    folder, moments = tmp_path / "run", iter([0, 1, 2])
+
+    def pause(seconds: float) -> None:
+        if next(moments) == 1:
+            folder.mkdir()
+            (folder / RECORDS_FILE).touch()
+        elif folder.exists():
+            write(folder, step_of(0), {"kind": "end", "step": 1, "elapsed_s": 4.0})
+
+    watch_page(folder, is_live=lambda: False, pause=pause)
+    assert len(traces_in(page_of(folder))["each step"]["x"]) == 1
+
+
+def test_watching_ends_where_the_run_was_interrupted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, step_of(0))
+    (tmp_path / "lock").touch()
+    pauses = []
+    with lock_folder(tmp_path) as lock:
+
+        def pause(seconds: float) -> None:
+            assert "location.reload" in page_of(tmp_path)
+            pauses.append(seconds)
+            if len(pauses) == 2:
+                lock.close()
+
+        watch_page(tmp_path, is_live=lambda: may_be_live(tmp_path), pause=pause)
+    assert len(pauses) == 2 and "location.reload" not in page_of(tmp_path)
+    assert f"no process trains in {tmp_path}, and the run in it is not over" in caplog.text
 
 
 def test_ctrl_c_ends_watching_with_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
