@@ -783,9 +783,11 @@ class Trainer:
         end the other ranks' waits with errors, and a launcher would blame those ranks.
         """
         try:
-            if not failed:
-                self._settle()
-            self._state.close(failed=failed)
+            try:
+                if not failed:
+                    self._settle()
+            finally:  # A checkpoint from before numbers that are not finite stays whole.
+                self._state.close(failed=failed)
         finally:
             if not failed:
                 self._deployment.close()

@@ -29,7 +29,7 @@ from pipetransformer.checkpoint.format import (
 from pipetransformer.checkpoint.resume import open_latest
 from pipetransformer.checkpoint.saver import Snapshot
 from pipetransformer.elastic import elasticity as steering
-from pipetransformer.errors import CorruptCheckpointError
+from pipetransformer.errors import CorruptCheckpointError, NonFiniteError
 from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.world import connect
 from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model
@@ -437,3 +437,28 @@ def test_an_epoch_goes_on_in_the_order_in_which_it_began(tmp_path: Path) -> None
         train(tmp_path, resume=True, sample_order=backwards)
     train(tmp_path, resume=True, epochs=1)
     train(tmp_path, resume=True, epochs=2, sample_order=backwards)
+
+
+def test_late_numbers_that_are_not_finite_cost_no_checkpoint_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(**settings: Any) -> Trainer:
+        return Trainer(
+            tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), epochs=2, progress=False,
+            global_batch_size=NUM_SAMPLES // 2, folder=tmp_path, checkpoint_every_steps=2,
+            **settings,
+        )  # fmt: skip
+
+    trainer = build()
+    for _ in range(3):
+        trainer.step()
+
+    def settle() -> None:
+        raise NonFiniteError("the last step's loss is nan")
+
+    monkeypatch.setattr(trainer, "_settle", settle)
+    with pytest.raises(NonFiniteError, match="nan"):
+        trainer.close()
+    with build(resume="auto") as again:
+        again.begin()
+        assert again.global_step == 2
