@@ -104,7 +104,7 @@ class Case:
     @property
     def must_be_refused(self) -> bool:
         """Tell whether there is no number to compare with."""
-        return self.descent.must or self.objective.must or "tied_across" in self.kinds
+        return self.descent.must or self.objective.must
 
     def words(self) -> tuple[str, ...]:
         """Return what a refusal may name; none where the case is to be trained."""
@@ -289,7 +289,7 @@ def by_hand(case: Case) -> Outcome:
     initial = {key: t.clone() for key, t in take_state(optimizer, dict(named)).items()}
     losses, evaluations = [], []
     for step, ids in case.batches():
-        freeze(case, model, {name for name, _ in named}, latest(case.frozen, step))
+        freeze(case, model, {p for _, p in named}, latest(case.frozen, step))
         optimizer.zero_grad(set_to_none=True)
         loss = mean(loss_fn, model(data.tensors[0][ids]), data.tensors[1][ids])
         loss.backward()
@@ -333,12 +333,17 @@ def judged(case: Case, output: Tensor, targets: Tensor) -> dict[str, float]:
     return means
 
 
-def freeze(case: Case, model: nn.Sequential, trainable: set[str], num_frozen: int) -> None:
+def freeze(
+    case: Case, model: nn.Sequential, trainable: set[nn.Parameter], num_frozen: int
+) -> None:
     """Train the parameters above the frozen layers, among those the user trains."""
-    for (name, module), layer in zip(model.named_children(), layers_of(case), strict=True):
+    active = set()
+    for module, layer in zip(model.children(), layers_of(case), strict=True):
         module.train(layer >= num_frozen)
-        for local, parameter in module.named_parameters():
-            parameter.requires_grad_(layer >= num_frozen and f"{name}.{local}" in trainable)
+        # A weight that is tied to the head goes on training with it.
+        active |= set(module.parameters()) if layer >= num_frozen else set()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in active & trainable)
 
 
 def mean(loss_fn: LossFunction, output: Tensor, target: Tensor) -> Tensor:

@@ -320,7 +320,7 @@ def edited_by_hand(edited: EditedCase) -> Outcome:
         num_frozen = latest(case.frozen, step)
         if step == 0 or (edited.resume is not None and step == edited.resume[0]):
             look(world, step, model, num_frozen, evaluations)
-        freeze(case, model, {name for name, _ in trained}, num_frozen)
+        freeze(case, model, {p for _, p in trained}, num_frozen)
         optimizer.zero_grad(set_to_none=True)
         inputs, targets = (tensor[ids] for tensor in world.data)
         loss = mean(loss_fn, forward(edited, model, inputs, num_frozen), targets)
@@ -357,6 +357,9 @@ def forward(edited: EditedCase, model: nn.Sequential, hidden: Tensor, num_frozen
     """Run the model."""
     rounds = edited.case.cache and edited.cache_dtype is not None
     layers = layers_of(edited.case)
+    # A frozen layer that is tied to the head goes on training, so that nothing is cached.
+    tied = [i for i, kind in zip(layers, edited.case.kinds, strict=False) if kind == "tied_across"]
+    rounds = rounds and not any(layer < num_frozen for layer in tied)
     for index, module in enumerate(model):
         is_cut = index > 0 and layers[index - 1] < num_frozen <= layers[index]
         if rounds and is_cut and hidden.is_floating_point():
