@@ -58,6 +58,7 @@ from pipetransformer.checks import (
     warn_of_full_float32,
     warn_of_large_batch,
     warn_of_low_weights,
+    warn_of_many_views,
     warn_of_tied_weights,
 )
 from pipetransformer.config import TrainConfig, make_config
@@ -539,6 +540,7 @@ class Trainer:
             warn_of_low_weights(self._task.model.model)
             if self._caches:
                 warn_of_tied_weights(self._task)
+                warn_of_many_views(self.config)
             warn_of_full_float32(self._task.model.model, self._task.computes_in, self.world.device)
         self._coming.refuse_other_orders(self.world.group)
         agree(self._log.open, group=self.world.group)

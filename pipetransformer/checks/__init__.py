@@ -27,6 +27,7 @@ from pipetransformer.checks.run_checks import (
     check_world,
     refuse_surroundings,
     warn_of_large_batch,
+    warn_of_many_views,
 )
 from pipetransformer.checks.sample_faults import naming_bad_samples, naming_first_samples
 from pipetransformer.checks.sublayer_probe import probe_evaluation, probe_sublayers
@@ -37,5 +38,5 @@ __all__ = [
     "naming_bad_samples", "naming_first_samples", "probe_evaluation", "probe_sublayers",
     "rate_of_layer", "refuse_differing_ranks", "refuse_surroundings", "refuse_untrained",
     "try_optimizer", "verify", "verify_recorded", "warn_of_full_float32", "warn_of_large_batch",
-    "warn_of_low_weights", "warn_of_tied_weights",
+    "warn_of_low_weights", "warn_of_many_views", "warn_of_tied_weights",
 ]  # fmt: skip

@@ -105,6 +105,18 @@ def warn_of_large_batch(config: TrainConfig, num_samples: int) -> None:
         )
 
 
+def warn_of_many_views(config: TrainConfig) -> None:
+    """Warn where no view of a sample comes again before the run is over."""
+    views = config.cache_views
+    if views is not None and views >= config.epochs and not config.cache_keep:
+        _LOGGER.warning(
+            "cache_views is %d, and the run has %d epochs: no row is read again, and the cache "
+            "saves nothing. Give fewer views, or train for more epochs",
+            views,
+            config.epochs,
+        )
+
+
 def refuse_surroundings(*, trains: bool) -> None:
     """Refuse to run within modes of torch that would silently change the numbers.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
 from tests.helpers.pool import Pool
@@ -114,3 +115,17 @@ def test_a_wrong_eval_dataset_is_refused_before_the_first_step(
     with pytest.raises(ValueError, match=message):
         begun(tiny_model(), tiny_data(), eval_dataset=eval_dataset)
     begun(tiny_model(), tiny_data(), eval_dataset=eval_dataset, evaluate_every_epochs=0)
+
+
+@pytest.mark.parametrize(("views", "count"), [(2, 1), (1, 0)])
+def test_as_many_views_as_epochs_are_warned_of(
+    views: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {
+        "epochs": 2,
+        "cache_views": views,
+        "freeze": FreezeSchedule((0, 1)),
+    }
+    with tiny_trainer(**settings) as trainer:
+        trainer.begin()
+    assert caplog.text.count("no row is read again") == count
