@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autopipe.random_state import random_state
 from pipetransformer.feed import own_random_numbers
 
 
@@ -23,21 +24,14 @@ def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> 
         owners: what is read, and what reads it; their attributes are looked through.
     """
     with own_random_numbers(_CPU), generators_kept(*owners):
-        before, own = generator_states(_CPU), [state() for state in _own_states(owners)]
+        before, own = random_state(_CPU), [state() for state in _own_states(owners)]
         read()
         after = [state() for state in _own_states(owners)]
-        return generator_states(_CPU) != before, after != own
+        return random_state(_CPU) != before, after != own
 
 
 _CPU = torch.device("cpu")
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def generator_states(device: torch.device) -> list[Any]:
-    """Return where the generators are that models draw from."""
-    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    found = [torch.get_rng_state(), *on_gpu, random.getstate(), np.random.get_state()]
-    return [*map(_comparable, found)]
 
 
 def _own_states(owners: tuple[object, ...]) -> list[Callable[[], Any]]:
@@ -119,7 +113,7 @@ def states_of(owners: tuple[object, ...]) -> States:
 
 
 def _told(generators: list[Any]) -> list[Any]:
-    return [generator_states(_CPU), [*map(_state, generators)]]
+    return [random_state(_CPU), [*map(_state, generators)]]
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autocache import own_lengths
+from autopipe.random_state import random_state
 from pipetransformer.checks import attributes_of
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
-from pipetransformer.loop.randomness import generator_states
 from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mode
 
 _NUM_SAMPLES, _NUM_ALONE = 3, 2
@@ -136,12 +136,12 @@ class RowProbe:
     def _run_without_draws(self, entries: Batch, depth: int) -> Tensor:
         """Return what blocks return in training, where nothing below their end draws."""
         torch.manual_seed(0)
-        before, trained, failure = generator_states(self.device), None, None
+        before, trained, failure = random_state(self.device), None, None
         try:
             trained, _ = self.partial(entries, last=depth, training=True)
         except RuntimeError as error:  # A block that was dropped is not reached.
             failure = error
-        if generator_states(self.device) != before:
+        if random_state(self.device) != before:
             raise _Finding(
                 f"a training forward draws random numbers below block {depth} (it drops blocks, "
                 "or hidden states between them), which rows would lack; set that to 0 in its "
