@@ -133,6 +133,7 @@ class SampleFeed:
         # Digests of this run's samples, to compare rows of other runs with.
         self._known: Tensor | None = None
         self._kept: KeptStore | None = None
+        self._is_in_memory = Path(config.cache_folder) == _IN_MEMORY
         # Samples whose rows are on their way from the disk.
         self._expected = torch.empty(0, dtype=torch.int64)
         self._block: RowBlock | None = None
@@ -319,13 +320,8 @@ class SampleFeed:
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
         coming = coming or Fetch(epoch, ids)
         if (block := self._read_block(coming)) is not None:
-            batch = self._taken(block, ids, epoch, is_fresh=True)
-            assert batch is not None
-            return batch
-        batch = self._fetch_one(self._cache, coming, keeps=keeps)
-        if self._augment is not None:
-            batch[HIDDEN] = self._augmented(batch, ids, epoch)
-        return batch
+            return self._handed_over(block, *block.take(), ids, epoch)
+        return self._augmented(self._fetch_one(self._cache, coming, keeps=keeps), ids, epoch)
 
     def take_read(self, ids: Tensor, *, epoch: int) -> Batch | None:
         """Return what an earlier fetch has read for this one; None for nothing of use."""
@@ -340,20 +336,19 @@ class SampleFeed:
             return None
         if self._store is None or self._store.is_condemned():
             return None
-        return self._taken(block, ids, epoch, is_fresh=False)
-
-    def _taken(self, block: RowBlock, ids: Tensor, epoch: int, *, is_fresh: bool) -> Batch | None:
         batch, stats = block.take()
-        changed = self._rows.content.changed
-        if not is_fresh and not self.is_undisturbed and changed is not None:
-            # A label may have been corrected since the read.
-            if bool(changed(ids, batch).any()):
-                return None
+        changed = None if self.is_undisturbed else self._rows.content.changed
+        if changed is not None and bool(changed(ids, batch).any()):
+            return None  # A label was corrected since the read.
+        return self._handed_over(block, batch, stats, ids, epoch)
+
+    def _handed_over(
+        self, block: RowBlock, batch: Batch, stats: CacheStats, ids: Tensor, epoch: int
+    ) -> Batch:
+        """Count what was taken of a block, and hold what is left of it."""
         self._block = block if block.has_more else None
         self._stats += stats
-        if self._augment is not None:
-            batch[HIDDEN] = self._augmented(batch, ids, epoch)
-        return batch
+        return self._augmented(batch, ids, epoch)
 
     def _read_block(self, coming: Fetch) -> RowBlock | None:
         """Read the rows of several fetches at once where that is of use, and they are there."""
@@ -373,62 +368,65 @@ class SampleFeed:
         if len(steps) < 2:
             return None
         self._coming.skip(len(steps) - 1)
-        ids, left = torch.cat(steps), cache.take_stats()
-        later = coming.later_ids(len(coming.later))[len(ids) - len(coming.ids) :]
-        self._prove_others(ids, epoch)
-        self._expect(later, epoch)
-        batch = cache.fetch(
+        ids = torch.cat(steps)
+        batch, stats = self._fetch_rows(
+            cache,
             ids,
             partial(self._load_by_steps, steps=steps, epoch=epoch),
-            depth=self.prefix.depth,
-            row_ids=self._row_ids(ids, epoch),
+            epoch=epoch,
+            expected=coming.later_ids(len(coming.later))[len(ids) - len(coming.ids) :],
         )
-        batch = self._copied(batch)
-        self._settle_before_others(later)
-        self._stats += left
-        return RowBlock(
-            epoch,
-            tuple(self.prefix.stamps),
-            steps,
-            batch,
-            cache.take_stats(),
-            positions=self._rows.content.positions,
-        )
+        positions, stamps = self._rows.content.positions, tuple(self.prefix.stamps)
+        return RowBlock(epoch, stamps, steps, batch, stats, positions=positions)
 
     def _fetch_one(self, cache: PrefixCache, coming: Fetch, *, keeps: bool) -> Batch:
         """Fetch one step's samples; those to come may be computed with them."""
-        ids, epoch = coming.ids, coming.epoch
-        later = coming.later_ids(_NUM_LATER)
-        if self._uses_store:
-            self._prove_others(ids, epoch)
-            self._expect(later, epoch)
-        before = cache.take_stats()
-        batch = cache.fetch(
+        ids, epoch, later = coming.ids, coming.epoch, coming.later_ids(_NUM_LATER)
+        batch, stats = self._fetch_rows(
+            cache,
             ids,
             partial(self._load, epoch=epoch),
-            depth=self.prefix.depth,
-            row_ids=self._row_ids(ids, epoch),
+            epoch=epoch,
+            expected=later,
             keeps=keeps,
             later=self._later(later, epoch),
         )
-        batch = self._copied(batch)
-        found = cache.take_stats()
-        self._stats += before + found
-        self._may_all_hit = found.hits == len(ids)
-        self._settle_before_others(later)
+        self._stats += stats
+        self._may_all_hit = stats.hits == len(ids)
         return batch
 
-    def _copied(self, batch: Batch) -> Batch:
-        return {n: entry.clone() for n, entry in batch.items()} if self.copies else batch
+    def _fetch_rows(
+        self,
+        cache: PrefixCache,
+        ids: Tensor,
+        load: Callable[[Tensor], Batch],
+        *,
+        epoch: int,
+        expected: Tensor,
+        **options: Any,
+    ) -> tuple[Batch, CacheStats]:
+        """Fetch samples' rows from the cache; return what that came to, too.
 
-    def _settle_before_others(self, later: Tensor) -> None:
-        """Have rows written at an epoch's end: others may be given their samples in the next."""
-        if self._store is not None and self._world.size > 1 and not len(later):
+        Args:
+            expected: samples of the fetches to come in the epoch.
+            options: of `PrefixCache.fetch`.
+        """
+        if self._uses_store:
+            self._prove_others(ids, epoch)
+            self._expect(expected, epoch)
+        self._stats += cache.take_stats()
+        rows = self._row_ids(ids, epoch)
+        batch = cache.fetch(ids, load, depth=self.prefix.depth, row_ids=rows, **options)
+        if self.copies:
+            batch = {name: entry.clone() for name, entry in batch.items()}
+        if self._store is not None and self._world.size > 1 and not len(expected):
+            # In the next epoch other processes of the node may be given these samples.
             self._store.settle()
+        return batch, cache.take_stats()
 
     def _expect(self, ids: Tensor, epoch: int) -> None:
         """Have the disk begin to read rows that are asked for later."""
-        if self._store is not None and Path(self._task.config.cache_folder) != _IN_MEMORY:
+        if self._store is not None and not self._is_in_memory:
             self._store.expect(self._row_ids(ids[~torch.isin(ids, self._expected)], epoch))
             self._expected = ids
 
@@ -455,8 +453,9 @@ class SampleFeed:
             parts = [positions.bring(part, most) for part in parts]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _augmented(self, batch: Batch, ids: Tensor, epoch: int) -> Tensor:
-        assert self._augment is not None
+    def _augmented(self, batch: Batch, ids: Tensor, epoch: int) -> Batch:
+        if self._augment is None:
+            return batch
         hidden, mask = batch[HIDDEN], self._rows.content.padding_mask
         lengths = torch.full_like(ids, hidden.shape[1] if hidden.ndim > 1 else 0)
         if mask is not None and by_position(hidden, batch[mask].shape[1]):
@@ -473,7 +472,7 @@ class SampleFeed:
                         f"{tuple(own.shape)} {own.dtype}; return the same shape and dtype"
                     )
                 own.copy_(new)
-        return changed
+        return {**batch, HIDDEN: changed}
 
     def _read_ahead(self, ids: Tensor, *, epoch: int) -> None:
         if self._cache is None or self._store is None or not self._uses_store:

@@ -15,11 +15,12 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from autodp import mix_seed
 from pipetransformer.feed.collation import Batch, Collation
-from pipetransformer.feed.random_numbers import has_drawn, run_seeded, watch_draws
+from pipetransformer.feed.random_numbers import has_drawn, run_seeded, seed_all, watch_draws
 
 _MOST_PROBED = 16
-_NUM_LOOKED_AT, _NEVER = 32, 1 << 60
+_MOST_LOOKED_AT = 32
 """Samples that each are looked at for draws; where none draws, those behind them together."""
+_CPU = torch.device("cpu")
 _Value = TypeVar("_Value", Tensor, Batch, Tensor | Batch)
 _T = TypeVar("_T")
 
@@ -66,7 +67,8 @@ class Samples:
     dataset: SizedDataset
     collation: Collation
     seed: int
-    _num_plain: int = field(default=0, init=False)
+    _num_looked_at: int = field(default=0, init=False)
+    _draws: bool = field(default=False, init=False)
 
     def read(self, ids: Sequence[int], *, view: int) -> Batch:
         """Read and collate samples.
@@ -96,22 +98,25 @@ class Samples:
 
     def _read(self, collate: Callable[[list[Any]], _T], ids: Sequence[int], view: int) -> _T:
         """Read samples, and collate them, each under a seed of its own where any draws."""
-        if self._num_plain >= _NUM_LOOKED_AT:
+        if not self._draws and self._num_looked_at >= _MOST_LOOKED_AT:
             # To seed for each sample takes longer than to read many a one.
             watch_draws()
             batch = collate([self._item(index) for index in ids])
             if not has_drawn():
                 return batch
-        items = []
-        for index in ids:
-            item, draws = run_seeded(partial(self._item, index), mix_seed(self.seed, view, index))
-            items.append(item)
-            self._num_plain = -_NEVER if draws else self._num_plain + 1
+        items = [self._seeded(partial(self._item, i), mix_seed(self.seed, view, i)) for i in ids]
+        self._num_looked_at += len(ids)
         if self.collation.function is None:
             return collate(items)
-        batch, draws = run_seeded(partial(collate, items), mix_seed(self.seed, view, *ids))
-        self._num_plain = -_NEVER if draws else self._num_plain
-        return batch
+        return self._seeded(partial(collate, items), mix_seed(self.seed, view, *ids))
+
+    def _seeded(self, run: Callable[[], _T], seed: int) -> _T:
+        """Run under a seed, and look whether it draws, where nothing has so far."""
+        if self._draws:
+            seed_all(seed, _CPU)
+            return run()
+        value, self._draws = run_seeded(run, seed)
+        return value
 
     def probe(self, ids: Sequence[int], *, view: int = 0) -> Batch:
         """Read samples to look at them, or to measure by."""
