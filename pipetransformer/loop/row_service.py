@@ -26,7 +26,7 @@ from autocache import HIDDEN, CacheStats
 from autodp import broadcast_json
 from autopipe.loss import Loss
 from freeze.in_place import freeze_parameters, list_before, thawed_by
-from pipetransformer.config import make_config
+from pipetransformer.config import TrainConfig, make_config
 from pipetransformer.feed import (
     FrozenPrefix,
     HeldTargets,
@@ -156,41 +156,26 @@ class RowService:
             calls: of the model, one for each column of the loader's batches.
         """
         try:
-            self._look_without_labels(calls)
+            self._look_by(calls)
         except ForwardFailedError:
             labels = calls[0].targets
             if not labels:
                 raise
             # A decoder whose inputs are made of labels: they are inputs as others are.
-            self._look_without_labels(
+            self._look_by(
                 tuple(
                     replace(one, parameters={**one.parameters, **labels}, targets={})
                     for one in calls
                 )
             )
 
-    def _look_without_labels(self, calls: tuple[LoopCall, ...]) -> None:
+    def _look_by(self, calls: tuple[LoopCall, ...]) -> None:
         """Run the model on some samples, as the loop does, and make all that serves it."""
         base, model, self._calls, call = self._base, self._model, calls, calls[0]
         self._pieces = pieces = _pieces(self._whole_form, calls)
         self._form = self._whole_form.in_pieces(pieces)
         dataset: Any = in_pieces(base.dataset, pieces.num)
-        config = make_config(
-            {
-                **self._settings,
-                "collate_fn": None if base.collate_fn is default_collate else base.collate_fn,
-                "num_workers": base.num_workers,
-                **({"prefetch_factor": base.prefetch_factor} if base.num_workers else {}),
-                # Of a sampler that does not say it, batches are run in chunks of the most usual.
-                "global_batch_size": getattr(base.batch_sampler, "batch_size", None)
-                or _USUAL_BATCH,
-                "remove_unused_columns": False,
-            }
-        )
-        if pieces.num > 1 and config.cache_views is not None:
-            raise ValueError(
-                "cache_views= keeps no views of samples with several rows; leave it out"
-            )
+        config = self._config()
         self._collation = collation = _collation(model, calls, self._form, base.collate_fn, pieces)
         if odd := [name for name in self._reads if name not in self._whole_form.names]:
             raise ValueError(f"reads= names {odd}; batches have {[*self._whole_form.names]}")
@@ -200,18 +185,7 @@ class RowService:
         had = {id(parameter) for parameter in model.parameters()}
         with left_alone(model, self.device), in_own_forward(model):
             self._example = samples.probe([0, self._num_samples // 2 * pieces.num])
-            layered = present(
-                model,
-                self._example,
-                F.cross_entropy,
-                unties=config.tied_weights == "untie",
-                keeps_to_labels=self._keeps_to_labels,
-                beside=collation.targets,
-                constants=call.constants,
-                gives_labels=bool(call.targets),
-                ignores_padding=self._ignores_padding,
-                needs=call.needs,
-            )
+            layered = self._presented(config, call)
             if "cache_check" not in self._settings and not HeldTargets(samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
@@ -246,6 +220,42 @@ class RowService:
             read=self._read_inputs,
         )
         self._parts = self._parts_now()
+
+    def _config(self) -> TrainConfig:
+        """Return the settings of a run that reads as the loader does."""
+        base = self._base
+        config = make_config(
+            {
+                **self._settings,
+                "collate_fn": None if base.collate_fn is default_collate else base.collate_fn,
+                "num_workers": base.num_workers,
+                **({"prefetch_factor": base.prefetch_factor} if base.num_workers else {}),
+                # Of a sampler that does not say it, batches are run in chunks of the most usual.
+                "global_batch_size": getattr(base.batch_sampler, "batch_size", None)
+                or _USUAL_BATCH,
+                "remove_unused_columns": False,
+            }
+        )
+        if self._pieces.num > 1 and config.cache_views is not None:
+            raise ValueError(
+                "cache_views= keeps no views of samples with several rows; leave it out"
+            )
+        return config
+
+    def _presented(self, config: TrainConfig, call: LoopCall) -> LayeredModel:
+        """Return what the example shows of the model."""
+        return present(
+            self._model,
+            self._example,
+            F.cross_entropy,
+            unties=config.tied_weights == "untie",
+            keeps_to_labels=self._keeps_to_labels,
+            beside=self._collation.targets,
+            constants=call.constants,
+            gives_labels=bool(call.targets),
+            ignores_padding=self._ignores_padding,
+            needs=call.needs,
+        )
 
     def _learn(self, call: LoopCall) -> ShortForward:
         """Serve the loop as it calls its model, which is not what was expected, or is more."""
