@@ -187,7 +187,7 @@ def whole_in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes.items():
-            module.training = mode
+            vars(module)["training"] = mode  # Past `__setattr__`, which looks for tensors.
 
 
 @dataclass

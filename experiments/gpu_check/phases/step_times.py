@@ -11,10 +11,12 @@ On a GPU ours trains twice: with the cache where it puts it itself, and in host 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -46,12 +48,20 @@ class _Blocks:
     rounds: int
     steps: int
 
-    def time(self, steps: dict[str, Callable[[], object]]) -> Seconds:
-        """Return everyone's ms a step, one entry a round."""
-        blocks = {who: partial(take_steps, step, self.steps) for who, step in steps.items()}
+    def time(self, steps: dict[str, Callable[[], object]]) -> tuple[Seconds, dict[str, float]]:
+        """Return everyone's ms a step, one entry a round, and the main thread's, the median."""
+        own: dict[str, list[float]] = {who: [] for who in steps}
+
+        def take(who: str) -> None:
+            start = time.thread_time()
+            take_steps(steps[who], self.steps)
+            own[who].append(1e3 * (time.thread_time() - start) / self.steps)
+
+        blocks = {who: partial(take, who) for who in steps}
         clock = partial(seconds_on, self.device)
         found = interleave(blocks, num_rounds=self.rounds, clock=clock)
-        return {who: 1e3 * seconds / self.steps for who, seconds in found.items()}
+        ms = {who: 1e3 * seconds / self.steps for who, seconds in found.items()}
+        return ms, {who: float(np.median(each[1:])) for who, each in own.items()}
 
 
 def _time_states(findings: Findings, task: RivalTask, blocks: _Blocks) -> None:
@@ -82,14 +92,17 @@ def _time_states(findings: Findings, task: RivalTask, blocks: _Blocks) -> None:
             if state == STATES[0]:
                 del rivals["ideal"]
             read = {who: trainer.report.cache_hits for who, trainer in trainers.items()}
-            ms = blocks.time({**steps, **rivals})
+            ms, main_ms = blocks.time({**steps, **rivals})
             for who, trainer in trainers.items():
                 name = f"{task.name}, {state}{who.removeprefix('ours')}"
                 rows_read = trainer.report.cache_hits - read[who]
-                _note(findings, name, {**ms, "ours": ms[who]}, trainer, rows_read)
+                own = {"main_thread_ms": {**main_ms, "ours": main_ms[who]}, "rows_read": rows_read}
+                _note(findings, name, {**ms, "ours": ms[who]}, trainer, own)
 
 
-def _note(findings: Findings, name: str, ms: Seconds, trainer: Trainer, rows_read: int) -> None:
+def _note(
+    findings: Findings, name: str, ms: Seconds, trainer: Trainer, own: dict[str, Any]
+) -> None:
     """Note the medians of a state's blocks, and how far blocks of ours spread."""
     assert trainer.decision is not None
     ours, plain = ms["ours"], ms["plain"]
@@ -102,6 +115,6 @@ def _note(findings: Findings, name: str, ms: Seconds, trainer: Trainer, rows_rea
         plain_ms=float(np.median(plain)),
         ideal_ms=float(np.median(ideal)),
         ours_from_to_ms=[float(ours.min()), float(ours.max())],
-        rows_read=rows_read,
+        **own,
         micro_batches=trainer.decision.plan.num_micro_batches,
     )
