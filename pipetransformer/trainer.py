@@ -243,7 +243,7 @@ class Trainer:
             with self._own_numbers():
                 self._is_fitting = True
                 while not self.is_over:
-                    self.step()
+                    self._train()
             self._note_save(self._state.finish())
             self._elastic.look_back()
             self._log.finish()

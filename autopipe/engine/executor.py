@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from autopipe.engine.graph_cut import (
 from autopipe.engine.links import Gradients, Link, Payload
 from autopipe.schedule import Instruction, Op, StageProgram
 from autopipe.trace import Recorder
-
-_T = TypeVar("_T")
 
 
 class StageWork(ABC):
@@ -99,6 +97,19 @@ class StageReport:
     peak_in_flight: int
 
 
+_ACTIONS = {
+    Op.FORWARD: ("compute", "_forward"),
+    Op.RECOMPUTE: ("compute", "_recompute"),
+    Op.BACKWARD: ("compute", "_backward"),
+    Op.UPDATE: ("compute", "_update"),
+    Op.RECV_ACTIVATION: ("wait", "_receive_activation"),
+    Op.RECV_GRADIENT: ("wait", "_receive_gradient"),
+    Op.SEND_ACTIVATION: ("send", "_send_activation"),
+    Op.SEND_GRADIENT: ("send", "_send_gradient"),
+}
+"""What an instruction's time counts as, and the method of `StageRun`; a send only begins."""
+
+
 class StageRun:
     """Run a stage's program, a row of a schedule, for one step, at once or in portions.
 
@@ -116,9 +127,10 @@ class StageRun:
         links: StageLinks,
         sizes: Sequence[int],
         *,
-        recorder: Recorder | None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.current: Instruction | None = None
+        self._program = program
         self._work, self._links, self._recorder = work, links, recorder
         self._num_micro_batches = len(sizes)
         backwards = [ins for ins in program if ins.op is Op.BACKWARD]
@@ -141,31 +153,36 @@ class StageRun:
 
     def run(
         self,
-        program: StageProgram,
+        portion: StageProgram | None = None,
         *,
         retain: bool = False,
-        before_last_backward: Callable[[], None] = lambda: None,
+        before_last_backward: Callable[[], None] | None = None,
     ) -> StageReport:
-        """Execute a portion of the program.
+        """Execute the program, or a portion of it.
 
         Args:
             retain: whether its backwards will run once more.
-            before_last_backward: called once, before the backward that completes the gradients.
+            before_last_backward: called before the backward that completes the gradients.
         Raises:
             the links' peers' error: a neighbour did not send or take a micro-batch in time.
             RuntimeError: the input of a checkpointed forward was changed in place.
         """
-        self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0}
-        for instruction in program:
+        self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0, "send": 0.0}
+        for instruction in self._program if portion is None else portion:
             self.current = instruction
-            if instruction == self._last_backward:
+            if before_last_backward is not None and instruction == self._last_backward:
                 before_last_backward()
-            if self._recorder is None:
-                self._execute(instruction.op, instruction.micro_batch)
-            else:
-                self._record(self._recorder, instruction)
+            kind, method = _ACTIONS[instruction.op]
+            with self._recorded(instruction):
+                if instruction.op is Op.FORWARD:
+                    self._await_forward(instruction.micro_batch)
+                start = time.perf_counter()
+                getattr(self, method)(instruction.micro_batch)
+                self._spent_s[kind] += time.perf_counter() - start
+        start = time.perf_counter()
         for link in self._links:
-            self._timed("wait", link.flush)
+            link.flush()
+        self._spent_s["wait"] += time.perf_counter() - start
         return StageReport(self._spent_s["compute"], self._spent_s["wait"], self._peak)
 
     @property
@@ -178,8 +195,13 @@ class StageRun:
         gradients, self._input_gradients = self._input_gradients, {}
         return gradients
 
-    def _record(self, recorder: Recorder, instruction: Instruction) -> None:
-        op, i = instruction.op, instruction.micro_batch
+    def _recorded(self, instruction: Instruction) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._in_span(instruction)
+
+    @contextmanager
+    def _in_span(self, instruction: Instruction) -> Iterator[None]:
+        recorder, op, i = self._recorder, instruction.op, instruction.micro_batch
+        assert recorder is not None
         sent_bytes = 0
         if op is Op.SEND_ACTIVATION:
             sent_bytes = total_bytes(self._outputs[i].tensors)
@@ -187,42 +209,33 @@ class StageRun:
             sent_bytes = total_bytes(self._input_gradients[i])
         # Sizes were read first: a send gives its tensors away.
         with recorder.span(instruction, sent_bytes=sent_bytes):
-            self._execute(op, i)
+            yield
             recorder.keeps(
                 in_flight=len(self._roots.keys() | self._inputs.keys()),
                 graphs=len(self._roots),
                 inputs=[t for payload in self._inputs.values() for t in payload.tensors],
             )
 
-    def _execute(self, op: Op, i: int) -> None:
-        if op is Op.FORWARD:
-            self._await_forward(i)
-            self._timed("compute", self._forward, i)
-        elif op is Op.RECOMPUTE:
-            self._timed("compute", self._recompute, i)
-        elif op is Op.BACKWARD:
-            self._timed("compute", self._backward, i)
-        elif op is Op.RECV_ACTIVATION:
-            self._inputs[i] = self._timed("wait", _present(self._links.below).receive, i)
-        elif op is Op.UPDATE:
-            self._timed("compute", self._work.update, i)
-        elif op is Op.SEND_ACTIVATION:
-            _present(self._links.above).send(i, self._outputs.pop(i))
-        elif op is Op.RECV_GRADIENT:
-            received = self._timed("wait", _present(self._links.above).receive, i)
-            self._gradients[i] = received.tensors
-        else:
-            _present(self._links.below).send(i, Payload(self._input_gradients.pop(i)))
+    def _update(self, i: int) -> None:
+        self._work.update(i)
 
-    def _timed(self, kind: str, work: Callable[..., _T], *arguments: int) -> _T:
-        start = time.perf_counter()
-        result = work(*arguments)
-        self._spent_s[kind] += time.perf_counter() - start
-        return result
+    def _receive_activation(self, i: int) -> None:
+        self._inputs[i] = _present(self._links.below).receive(i)
+
+    def _receive_gradient(self, i: int) -> None:
+        self._gradients[i] = _present(self._links.above).receive(i).tensors
+
+    def _send_activation(self, i: int) -> None:
+        _present(self._links.above).send(i, self._outputs.pop(i))
+
+    def _send_gradient(self, i: int) -> None:
+        _present(self._links.below).send(i, Payload(self._input_gradients.pop(i)))
 
     def _await_forward(self, i: int) -> None:
         if self._links.above is not None:
-            self._timed("wait", self._links.above.reserve, i)
+            start = time.perf_counter()
+            self._links.above.reserve(i)
+            self._spent_s["wait"] += time.perf_counter() - start
         if self._links.below is None:
             # Not timed: reading samples is no compute.
             self._inputs[i] = self._work.first_input(i)
@@ -308,17 +321,3 @@ class StageRun:
 def _present(link: Link | None) -> Link:
     assert link is not None, "the ends of a pipeline have no neighbour beyond them"
     return link
-
-
-def run_program(
-    program: StageProgram,
-    work: StageWork,
-    links: StageLinks,
-    sizes: Sequence[int],
-    *,
-    before_last_backward: Callable[[], None] = lambda: None,
-    recorder: Recorder | None = None,
-) -> StageReport:
-    """Execute a stage's program for one step; see `StageRun`."""
-    run = StageRun(program, work, links, sizes, recorder=recorder)
-    return run.run(program, before_last_backward=before_last_backward)

@@ -32,7 +32,7 @@ class Trace:
     that share a stream count as busy with each other's work. On the CPU a stage whose thread waits
     for a core counts as busy: trace with no more stages than cores.
 
-    Stages in processes have a `Recorder` each, for `run_program`; `Trace.of` joins their spans.
+    Stages in processes have a `Recorder` each, for `StageRun`; `Trace.of` joins their spans.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,13 @@ from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.held_targets import HeldTargets
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.rounding import tell_of_loss, tell_of_outputs
-from pipetransformer.feed.sample_feed import Rows, SampleFeed, first_samples, samples_of
+from pipetransformer.feed.sample_feed import (
+    ComputedRows,
+    Rows,
+    SampleFeed,
+    first_samples,
+    samples_of,
+)
 from pipetransformer.feed.samples import (
     SampleError,
     Samples,
@@ -28,9 +34,9 @@ from pipetransformer.feed.timeline import Clock, Position, Timeline
 from pipetransformer.feed.workers import ForeseenSamples, Request
 
 __all__ = [
-    "Batch", "Clock", "Collation", "ComingBatches", "ComingStep", "ForeseenSamples",
-    "FrozenPrefix", "HeldTargets", "Position", "Request", "Rows", "SampleError", "SampleFeed",
-    "Samples", "SizedDataset", "Timeline", "check_dataset", "find_changed", "first_samples",
-    "names_for", "own_random_numbers", "part_of", "read_lengths", "samples_of", "seed_plainly",
-    "seed_torch", "tell_of_loss", "tell_of_outputs",
+    "Batch", "Clock", "Collation", "ComingBatches", "ComingStep", "ComputedRows",
+    "ForeseenSamples", "FrozenPrefix", "HeldTargets", "Position", "Request", "Rows", "SampleError",
+    "SampleFeed", "Samples", "SizedDataset", "Timeline", "check_dataset", "find_changed",
+    "first_samples", "names_for", "own_random_numbers", "part_of", "read_lengths", "samples_of",
+    "seed_plainly", "seed_torch", "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -60,22 +60,60 @@ _MOST_BLOCK_BYTES = {False: 4 << 20, True: 128 << 20}
 """What is read at once, in host memory and on a GPU."""
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Give a feed's samples as they are in one epoch.
+class Rows(Protocol):
+    """Give samples to a stage.
 
-    Attributes:
-        fetch: returns the entries of (B,) samples, (B, ...) each. Behind a frozen prefix the
-            entry "hidden", their activations, takes the inputs' place.
-        look: reads samples from the data set once more.
-        read_ahead: prepares for the fetch that comes next.
-        take_stats: returns the cache's counts and times since the last call.
+    Behind a frozen prefix the entry "hidden", their activations, takes the inputs' place.
     """
 
-    fetch: Callable[[Tensor], Batch]
-    look: Callable[[Tensor], Batch]
-    read_ahead: Callable[[Tensor], None]
-    take_stats: Callable[[], CacheStats]
+    def fetch(self, ids: Tensor, /) -> Batch:
+        """Return the entries of (B,) samples, (B, ...) each."""
+
+    def look(self, ids: Tensor, /) -> Batch:
+        """Read samples from the data set once more."""
+
+    def read_ahead(self, ids: Tensor, /) -> None:
+        """Prepare for the fetch that comes next."""
+
+    def take_stats(self) -> CacheStats:
+        """Return the cache's counts and times since the last call."""
+
+
+@final
+class EpochRows:
+    """Give a feed's samples as they are in one epoch; see `SampleFeed.rows`."""
+
+    def __init__(self, feed: SampleFeed, epoch: int, *, keeps: bool) -> None:
+        self._feed, self._epoch, self._keeps = feed, epoch, keeps
+        self.take_stats = feed.take_stats
+
+    def fetch(self, ids: Tensor) -> Batch:
+        return self._feed.fetch(ids, epoch=self._epoch, keeps=self._keeps)
+
+    def look(self, ids: Tensor) -> Batch:
+        return self._feed.look(ids, epoch=self._epoch)
+
+    def read_ahead(self, ids: Tensor) -> None:
+        self._feed.read_ahead(ids, epoch=self._epoch)
+
+
+@final
+class ComputedRows:
+    """Compute a feed's rows, rounded to `cache_dtype` or not; none are read or stored."""
+
+    def __init__(self, feed: SampleFeed, *, rounded: bool) -> None:
+        self._feed, self._rounded = feed, rounded
+
+    def fetch(self, ids: Tensor) -> Batch:
+        return self._feed.computed_rows(ids, rounded=self._rounded)
+
+    look = fetch
+
+    def read_ahead(self, ids: Tensor) -> None:
+        """Do nothing: what is computed is not read."""
+
+    def take_stats(self) -> CacheStats:
+        return CacheStats()
 
 
 class SampleFeed:
@@ -221,7 +259,7 @@ class SampleFeed:
         """Read samples from all over the data set, which may be sorted by length."""
         return self.read(ids * max(1, len(self.dataset) // self._task.config.global_batch_size))
 
-    def _look(self, ids: Tensor, *, epoch: int) -> Batch:
+    def look(self, ids: Tensor, *, epoch: int) -> Batch:
         return self.samples.probe(ids.tolist(), view=self.view(epoch))
 
     def rows(self, epoch: int, *, is_last: bool = False) -> Rows:
@@ -231,12 +269,7 @@ class SampleFeed:
             is_last: whether no sample is asked for again in the view that it has now.
         """
         keeps = self._task.config.cache_keep or not is_last
-        return Rows(
-            partial(self.fetch, epoch=epoch, keeps=keeps),
-            partial(self._look, epoch=epoch),
-            partial(self._read_ahead, epoch=epoch),
-            self.take_stats,
-        )
+        return EpochRows(self, epoch, keeps=keeps)
 
     def computed_rows(self, ids: Tensor, *, rounded: bool) -> Batch:
         """Compute rows of samples, rounded to `cache_dtype` or not; none are read or stored."""
@@ -474,7 +507,7 @@ class SampleFeed:
                 own.copy_(new)
         return {**batch, HIDDEN: changed}
 
-    def _read_ahead(self, ids: Tensor, *, epoch: int) -> None:
+    def read_ahead(self, ids: Tensor, *, epoch: int) -> None:
         if self._cache is None or self._store is None or not self._uses_store:
             return
         if self._reads_ahead(self._store, ids):

@@ -63,13 +63,15 @@ class Task:
     def call(
         self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
     ) -> Tensor:
-        """Run one sublayer as the run does; arguments and errors of `LayeredModel.call`."""
+        """Run one sublayer as the run does; the last returns float32. See `LayeredModel.call`."""
         given = value if isinstance(value, Tensor) else next(iter(value.values()))
+        is_last = index == len(self.model.sublayers) - 1
         with self.computing(given.device):
-            return self.run(index, value, sides=sides)
+            output = self.model.call(index, value, sides=sides)
+        return self.in_float32(output) if is_last else output
 
     def computing(self, device: torch.device) -> AbstractContextManager[None]:
-        """Have several sublayers compute as the run does, each called by `run`."""
+        """Have several sublayers compute as the run does."""
         if self.computes_in is None:
             return nullcontext()
         # Autocast's cache of cast weights would save nothing: a call mostly uses a weight once.
@@ -89,13 +91,9 @@ class Task:
         backend, mode = self.config.compile_backend, self.config.compile_mode
         return CompiledBlocks(self.model, backend=backend, mode=mode)
 
-    def run(
-        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Run one sublayer within `computing`; see `call`. The last one returns float32."""
-        output = self.model.call(index, value, sides=sides)
-        is_last = index == len(self.model.sublayers) - 1
-        casts = self.computes_in is not None and is_last and output.is_floating_point()
+    def in_float32(self, output: Tensor) -> Tensor:
+        """Return the model's output as losses take it, where it was computed in less."""
+        casts = self.computes_in is not None and output.is_floating_point()
         return output.to(torch.float32) if casts else output
 
 

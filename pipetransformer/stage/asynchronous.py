@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from autocache import CacheStats
-from autopipe.engine import Payload, StageReport, StageWork, run_program
+from autopipe.engine import Payload, StageReport, StageRun, StageWork
 from autopipe.loss import mean_of
 from autopipe.schedule import Instruction, Op, StageProgram, replicated_one_f_one_b, schedule_of
 from autopipe.stashing import StagePlace, StashedWork, check_versions
@@ -203,7 +203,7 @@ class AsynchronousStage(Stage):
             self._wiring.side_in.begin(all_sizes, self._wiring.turn.own(len(all_sizes)))
         program = self._program(num_steps, len(sizes))
         with self._compiled():
-            report = run_program(program, work, self._links, all_sizes)
+            report = StageRun(program, work, self._links, all_sizes).run()
         for routes in self._wiring.side_out:
             routes.finish_step()
         return report

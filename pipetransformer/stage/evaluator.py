@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import final
 
 from torch import Tensor
 
-from autocache import CacheStats
 from autodp import gather_json
 from pipetransformer.feed import (
+    ComputedRows,
     FrozenPrefix,
-    Rows,
     SampleFeed,
     SizedDataset,
     Timeline,
@@ -100,9 +98,7 @@ class Evaluator:
             return
         losses = []
         for is_rounded in (False, True):
-            fetch = partial(feed.computed_rows, rounded=is_rounded)
-            rows = Rows(fetch, look=fetch, read_ahead=lambda _: None, take_stats=CacheStats)
-            own = Results(has_metrics=False)
+            rows, own = ComputedRows(feed, rounded=is_rounded), Results(has_metrics=False)
             self._stage().evaluate(min(config.global_batch_size, len(feed.dataset)), rows, own)
             losses.append(self._means(own)["loss"])
         if self._world.is_main:

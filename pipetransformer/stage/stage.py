@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autodp import GradientReducer, Groups, Topology, mix_seed, waiting_for
-from autopipe.engine import StageReport, run_program
+from autopipe.engine import StageReport, StageRun
 from autopipe.loss import SplitProbe, mean_of
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import forward_only, schedule_of
@@ -195,7 +195,13 @@ class Stage:
         intrusion = self._begin_step(looks=looks)
         work = self._train_work(coming, rows, next_ids)
         self._bring_samples(work)
-        report = self._run(work, recorder)
+        report = StageReport(0.0, 0.0, 0)
+        if work.batches.sizes:  # Else this replica has no samples.
+            arm = None if self._reducer is None else self._reducer.arm
+            with self._compiled():
+                report = self._launch(work, recorder).run(before_last_backward=arm)
+            work.finish_step()
+            report = self._with_kernels(report, recorder)
         wrong = intrusion or (self._watch.find_written() if looks else "")
         self._has_unseen = not looks
         spent_s = {
@@ -375,30 +381,23 @@ class Stage:
         self._bring_samples(work)
         sizes = work.batches.sizes
         program = forward_only(self.topology.workers, len(sizes))[self._worker]
-        run_program(program, work, self._links, sizes)
+        StageRun(program, work, self._links, sizes).run()
         work.finish_step()
 
-    def _run(self, work: TrainWork, recorder: Recorder | None) -> StageReport:
-        """Run the schedule; a replica without samples has none."""
-        if not (sizes := work.batches.sizes):
-            return StageReport(0.0, 0.0, 0)
-        workers = self.topology.workers
+    def _launch(self, work: TrainWork, recorder: Recorder | None) -> StageRun:
+        """Return the schedule of a step's micro-batches, ready to run."""
+        workers, sizes = self.topology.workers, work.batches.sizes
         program = schedule_of(self.plan.schedule, workers, len(sizes))[self._worker]
-        # Sums over the replicas go on beside the last backward, which completes the gradients.
-        arm = self._reducer.arm if self._reducer is not None else lambda: None
-        with self._compiled():
-            report = run_program(
-                program, work, self._links, sizes, before_last_backward=arm, recorder=recorder
-            )
-        work.finish_step()
+        return StageRun(program, work, self._links, sizes, recorder=recorder)
+
+    def _with_kernels(self, report: StageReport, recorder: Recorder | None) -> StageReport:
+        """Return a report in which the wait for the GPU's kernels is part of computing."""
         on_cuda = self._world.device.type == "cuda"
-        if on_cuda and (self._device_end is None or recorder is not None):
-            # Kernels are launched only: the wait for them is part of the time they take.
-            start = time.perf_counter()
-            torch.cuda.current_stream().synchronize()
-            computed_s = report.compute_s + time.perf_counter() - start
-            report = replace(report, compute_s=computed_s)
-        return report
+        if not on_cuda or (self._device_end is not None and recorder is None):
+            return report
+        start = time.perf_counter()
+        torch.cuda.current_stream().synchronize()
+        return replace(report, compute_s=report.compute_s + time.perf_counter() - start)
 
     def _finish_gradients(self, sums: StepSums, num_samples: int) -> tuple[float, float]:
         """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""

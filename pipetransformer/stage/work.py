@@ -121,23 +121,25 @@ class LayerWork(StageWork):
             batch = {name: part.clone() for name, part in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
-        name = HIDDEN if HIDDEN in batch else self._wiring.task.model.inputs[0]
-        return Payload((batch[name],))
+        # The first sublayer takes the entries themselves.
+        return Payload((batch[HIDDEN],) if HIDDEN in batch else ())
 
     def forward(self, micro_batch: int, inputs: Payload) -> Payload:
+        task, indices = self._wiring.task, self._wiring.indices
         entries = self._entries_of(micro_batch)
-        value: Tensor | Mapping[str, Tensor] = only_tensor(inputs)
-        if self._wiring.indices.start == 0:
-            value = entries
+        value: Tensor | Mapping[str, Tensor] = (
+            entries if indices.start == 0 else only_tensor(inputs)
+        )
         try:
-            value = self._run_layers(micro_batch, value, entries)
+            with task.computing(self._wiring.device):
+                for index in indices:
+                    value = self.run_layer(micro_batch, index, value, entries)
+                    self.see(index, value)
         except Exception as error:
             # Only stage 0 has the samples themselves, to try them one by one.
-            if self._wiring.indices.start:
+            if indices.start:
                 raise
-            task = self._wiring.task
-            run = partial(task.model.run, last=self._wiring.indices.stop)
-            ids = self._ids_of(micro_batch)
+            run, ids = partial(task.model.run, last=indices.stop), self._ids_of(micro_batch)
             raise named(error, f"{self.where}the model", run, entries, ids) from error
         assert isinstance(value, Tensor)
         size = self.batches.sizes[micro_batch]
@@ -146,26 +148,16 @@ class LayerWork(StageWork):
                 f"the stage's output has shape {tuple(value.shape)} for {size} samples; every "
                 "layer must keep the sample as its first dimension"
             )
-        if not self._wiring.is_last:
-            del self._entries[micro_batch]
+        if self._wiring.is_last:
+            return Payload((task.in_float32(value),))
+        del self._entries[micro_batch]
         return Payload((value,))
-
-    def _run_layers(
-        self, micro_batch: int, value: Tensor | Mapping[str, Tensor], entries: Batch
-    ) -> Tensor | Mapping[str, Tensor]:
-        task = self._wiring.task
-        with task.computing(self._wiring.device):
-            for index in self._wiring.indices:
-                value = self.run_layer(micro_batch, index, value, entries)
-                self.see(index, value)
-        return value
 
     def run_layer(
         self, micro_batch: int, index: int, value: Tensor | Mapping[str, Tensor], entries: Batch
     ) -> Tensor:
         """Run one sublayer."""
-        self.seed(micro_batch, index)
-        return self._wiring.task.run(index, value, sides=entries)
+        return self._wiring.task.model.call(index, value, sides=entries)
 
     def _loss_of(self, micro_batch: int, output: Tensor, target: Any) -> LossValue:
         loss_fn = self._wiring.task.loss_fn
@@ -191,9 +183,6 @@ class LayerWork(StageWork):
         """Wait until the side inputs have left."""
         for sender in self._wiring.side_out:
             sender.finish_step()
-
-    def seed(self, micro_batch: int, index: int) -> None:
-        """Seed what one sublayer's forward draws from; evaluation draws nothing."""
 
     def see(self, index: int, output: Tensor) -> None:
         """Look at a sublayer's output."""
@@ -240,7 +229,7 @@ class TrainWork(LayerWork):
         self._num_with_gradient = 0
         self.stats = CacheStats()
 
-    def seed(self, micro_batch: int, index: int) -> None:
+    def _seed(self, micro_batch: int, index: int) -> None:
         # Dropout depends on the step, the layer and the samples, not on the rank that computes.
         seed = mix_seed(
             self._wiring.task.config.seed, self._step, index, self._offsets[micro_batch]
@@ -255,11 +244,17 @@ class TrainWork(LayerWork):
     def run_layer(
         self, micro_batch: int, index: int, value: Tensor | Mapping[str, Tensor], entries: Batch
     ) -> Tensor:
+        call = self._wiring.task.model.call
         if index not in self._wiring.repeated:
-            return super().run_layer(micro_batch, index, value, entries)
-        run = partial(super().run_layer, micro_batch, index, entries=entries)
-        version = value._version if isinstance(value, Tensor) else 0
+            self._seed(micro_batch, index)
+            return call(index, value, sides=entries)
+
         # The seed is part of what is repeated, so the state of generators need not be kept.
+        def run(value: Tensor | Mapping[str, Tensor]) -> Tensor:
+            self._seed(micro_batch, index)
+            return call(index, value, sides=entries)
+
+        version = value._version if isinstance(value, Tensor) else 0
         output: Tensor = checkpoint(
             run,
             value,

@@ -25,7 +25,7 @@ from autodp.groups import Groups
 from autodp.moves import Move
 from autodp.redistribute import Piece, PieceTensor, Shard, ShardStore, _Journey
 from autodp.topology import Topology
-from autopipe.engine.executor import StageLinks, StageWork, run_program
+from autopipe.engine.executor import StageLinks, StageRun, StageWork
 from autopipe.engine.links import (
     Payload,
     Peer,
@@ -241,7 +241,7 @@ def test_the_middle_stage_of_a_program_launches_all_before_the_host_waits_once(
         ProcessLinkAbove(Sender(marks), Receiver(marks, GPU)),
     )
     with torch.no_grad():
-        run_program(forward_only((1, 1, 1), 3)[1], Identity(), links, [2] * 3)
+        StageRun(forward_only((1, 1, 1), 3)[1], Identity(), links, [2] * 3).run()
     header, *rest = traffic.events[2:]
     assert traffic.events[:2] == ["irecv cuda:0", "stream waits"] and header == "isend cpu"
     launched = ["isend cuda:0", *(["irecv cuda:0", "stream waits", "isend cuda:0"] * 2)]

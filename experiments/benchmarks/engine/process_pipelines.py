@@ -27,8 +27,8 @@ from autopipe.engine import (
     Sender,
     StageLinks,
     StageReport,
+    StageRun,
     StageWork,
-    run_program,
 )
 from autopipe.schedule import SCHEDULES
 from experiments.benchmarks.engine.stage_copies import StageCopy
@@ -140,14 +140,14 @@ class Stage:
         self.report: StageReport | None = None
 
     def ours(self, schedule: str) -> Contestant:
-        """Train by `run_program`."""
+        """Train by `StageRun`."""
         sizes = [len(part.input) for part in self._parts]
         program = SCHEDULES[schedule](self.num_stages, len(self._parts))[self.rank]
 
         def step() -> Tensor:
             self.layers.zero_grad(set_to_none=True)
             work = StackWork(self.layers, self._parts)
-            self.report = run_program(program, work, self._links, sizes)
+            self.report = StageRun(program, work, self._links, sizes).run()
             return work.loss
 
         return Contestant(self.layers, step)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.executor import StageReport, run_program
+from autopipe.engine.executor import StageReport, StageRun
 from autopipe.engine.links import Payload
 from autopipe.schedule import SCHEDULES, forward_only
 from tests.helpers.models import NUM_FEATURES
@@ -75,8 +75,8 @@ def train(
         program = SCHEDULES[schedule](
             length, len(sizes), recomputed=() if checkpoint == "never" else recomputed
         )[stage]
-        report = run_program(
-            program, work, links, sizes, before_last_backward=partial(work.events.append, "last")
+        report = StageRun(program, work, links, sizes).run(
+            before_last_backward=partial(work.events.append, "last")
         )
         sender = getattr(links.below, "gradients", None)
         sent = sender.num_sent if isinstance(sender, CountingSender) else 0
@@ -222,7 +222,7 @@ def evaluate(sizes: Sequence[int], with_grad: bool) -> tuple[bool, list[str], St
     work = EvaluatingWork(layers_of(model, stage, length), sizes)
     program = forward_only((1,) * length, len(sizes))[stage]
     with torch.set_grad_enabled(with_grad):
-        report = run_program(program, work, connect(group), sizes)
+        report = StageRun(program, work, connect(group), sizes).run()
     values = torch.tensor(work.values, dtype=torch.float64)
     with torch.no_grad():
         right = stage < length - 1 or torch.allclose(values, model(torch.cat(work.x)), rtol=1e-12)
@@ -262,7 +262,7 @@ def change_shapes() -> list[dict[str, float]]:
         work = StackWork(layers, (2, 1))
         positions = torch.arange(1.0, num_positions + 1, dtype=torch.float64)
         work.x = tuple(x[:, None] * positions[:, None] for x in work.x)
-        run_program(SCHEDULES["gpipe"](length, 2)[stage], work, links, (2, 1))
+        StageRun(SCHEDULES["gpipe"](length, 2)[stage], work, links, (2, 1)).run()
         differences.append(compare(model, layers, work))
     return differences
 
@@ -283,7 +283,7 @@ def cut_the_graph() -> list[float]:
         return hidden @ weight if stage == 0 else hidden.detach() * weight[0]
 
     work = StackWork(multiply, (2, 1))
-    run_program(SCHEDULES["1f1b"](length, 2)[stage], work, connect(group), (2, 1))
+    StageRun(SCHEDULES["1f1b"](length, 2)[stage], work, connect(group), (2, 1)).run()
     assert weight.grad is not None
     return weight.grad.flatten().tolist()
 

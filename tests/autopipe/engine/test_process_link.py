@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autodp import PeerError
-from autopipe.engine.executor import run_program
+from autopipe.engine.executor import StageRun
 from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
 from autopipe.engine.stream_watchdog import Watchdog
 from autopipe.schedule import SCHEDULES
@@ -214,7 +214,7 @@ def attempt(fault: str) -> str:
         if fault != f"silent {rank}":
             # The rank at fault is to fail by its own fault, however slow its neighbour is.
             links = connect(group, timeout_s=0.3 if added is None else 30.0)
-            run_program(program, work, links, SIZES)
+            StageRun(program, work, links, SIZES).run()
     except (ValueError, PeerError, ArithmeticError):
         return traceback.format_exc()
     finally:

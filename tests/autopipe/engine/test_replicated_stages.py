@@ -19,7 +19,7 @@ from autopipe.engine import (
     RoutedLink,
     Sender,
     StageLinks,
-    run_program,
+    StageRun,
 )
 from autopipe.schedule import StageWorkers, replicated_one_f_one_b, unflushed
 from autopipe.stashing import StagePlace, StashedWork
@@ -71,7 +71,7 @@ def train_replicated(replicas: tuple[int, ...]) -> float:
         layers = layers_of(model, stage, len(replicas))
         work = DoubleWork(layers, sizes)
         program = replicated_one_f_one_b(replicas, len(sizes))[dist.get_rank()]
-        run_program(program, work, links, sizes)
+        StageRun(program, work, links, sizes).run()
         for x, y in zip(work.x, work.y, strict=True):
             nn.functional.cross_entropy(plain(x), y, reduction="sum").backward()
         expected = layers_of(plain, stage, len(replicas))
@@ -125,7 +125,7 @@ def train_unflushed(versions: str) -> tuple[dict[str, Tensor], int]:
         update=lambda _: optimizer.step(),
     )
     program = unflushed(length, NUM_BATCHES, CHUNKS)[stage]
-    run_program(program, stashed, connect(group), (2,) * CHUNKS * NUM_BATCHES)
+    StageRun(program, stashed, connect(group), (2,) * CHUNKS * NUM_BATCHES).run()
     own = {id(parameter) for parameter in layers.parameters()}
     found = {name: p.detach() for name, p in model.named_parameters() if id(p) in own}
     return found, stashed.peak_versions

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopipe.engine.executor import run_program
+from autopipe.engine.executor import StageRun
 from autopipe.engine.links import Payload
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import SCHEDULES, Instruction, Op, draw
@@ -111,7 +111,7 @@ def traced_stage(step: int, checkpoint: str) -> list[Span]:
     work = StackWork(layers_of(stage_model(), stage, length), (3, 3, 3, 3))
     program = SCHEDULES["1f1b"](length, CHUNKS, recomputed=recomputed(checkpoint))[stage]
     recorder = Recorder(stage, step=step)
-    run_program(program, work, connect(group), (3, 3, 3, 3), recorder=recorder)
+    StageRun(program, work, connect(group), (3, 3, 3, 3), recorder=recorder).run()
     return recorder.spans
 
 

@@ -40,8 +40,7 @@ def run(layered: LayeredModel, name: str) -> list[Tensor]:
     outputs: list[Tensor] = []
     for index in range(len(layered.sublayers)):
         value = outputs[-1] if outputs else batch
-        with task.computing(torch.device("cpu")):
-            outputs.append(task.run(index, value, sides=batch))
+        outputs.append(task.call(index, value, sides=batch))
     return outputs
 
 
