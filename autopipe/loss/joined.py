@@ -11,7 +11,6 @@ function's value is used as it is; some steps compare it with its parts (`split_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -215,24 +214,9 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
     )
 
 
-def mean_of(total: float, count: float) -> float:
-    """Return total / count: 0 if both are 0, NaN if only the count is."""
-    if count:
-        return total / count
-    return 0.0 if total == 0 else math.nan
-
-
 def head_of(value: LossValue) -> Tensor:
     """Return the part of a loss's value to differentiate: the mean, or the sum."""
     return value[0] if isinstance(value, tuple) else value
-
-
-def as_sum_and_count(value: LossValue, num_samples: int) -> tuple[float, float]:
-    """Return a loss's value as (sum, count), which add up over parts."""
-    if isinstance(value, tuple):
-        total, count = (one.detach() if isinstance(one, Tensor) else one for one in value)
-        return float(total), float(count)
-    return float(value.detach()) * num_samples, float(num_samples)
 
 
 @final

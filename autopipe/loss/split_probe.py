@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopipe.loss.joined import Loss, as_sum_and_count, head_of, mean_of
+from autopipe.loss.batch_mean import mean_of, sum_and_count
+from autopipe.loss.joined import Loss, head_of
 from autopipe.random_state import random_state
 
 _LOGGER = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class SplitProbe:
             if not isinstance(value, tuple):
                 # A mean's gradient, times the samples, is that of the sum.
                 gradient = gradient * size
-        return _Answer(size, total.dtype, *as_sum_and_count(value, size), gradient)
+        added, count = sum_and_count(value, size)
+        return _Answer(size, total.dtype, float(added), float(count), gradient)
 
 
 def refuse_split(loss_fn: Loss, output: Tensor, target: Any) -> None:

@@ -154,7 +154,7 @@ class RunState:
         shards = read_shards(checkpoint, needed, self._task, group=self._world.group)
         self._deployment.restore(decision, shards)
         signals = [rank["signals"] for rank in scalars["ranks"]]
-        self._deployment.active_stage.signals.load(IntervalSignals.joined(signals))
+        self._deployment.active_stage.trained.signals.load(IntervalSignals.joined(signals))
         if not self._keeps:
             elastic.planner.use(elastic.planner.measurements)
 
@@ -186,7 +186,7 @@ class RunState:
             self._reserved_for = decision
             self._saver.reserve(self._deployment.owned_shards())
         if self._timeline.save_due() and self._may_save(self._saver, decision):
-            signals = self._deployment.active_stage.signals.state()
+            signals = self._deployment.active_stage.trained.signals.state()
             shared = {
                 **self._identity(),
                 "settings": self._settings(),

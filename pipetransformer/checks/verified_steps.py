@@ -62,7 +62,7 @@ def compare_steps(
             step = _publish(reference.step() if reference else None, task.model, world)
             # An update makes what float32 has rounded some ten times larger.
             growth = 1.0 if dtype == torch.float64 else 10.0**number
-            ours = stage.parameters
+            ours = stage.trained.parameters
             found = _compare(result.loss, ours, step, model=task.model, dtype=dtype, growth=growth)
             findings = [one for one in gather_json(found, group=world.group) if one]
             if findings:

@@ -97,7 +97,7 @@ class Deployment:
         num_bytes = self._move(before, holders)
         self._adopt(decision, after)
         if signals is not None:
-            self.active_stage.signals.load(signals)
+            self.active_stage.trained.signals.load(signals)
         return num_bytes
 
     def refuse_partial_edits(self) -> None:
@@ -137,7 +137,7 @@ class Deployment:
         if self.stage is None:
             return 0
         tensors = [t for shard in self.held_shards().values() for t in shard.values()]
-        tensors += [p.grad for p in self.stage.parameters.values() if p.grad is not None]
+        tensors += [p.grad for p in self.stage.trained.parameters.values() if p.grad is not None]
         return sum(t.nbytes for t in tensors if t.device == self._world.device)
 
     def owned_shards(self) -> dict[str, Shard]:
@@ -282,7 +282,7 @@ class Deployment:
         """Return what all stages measured in an interval that goes on; None for a new one."""
         if self.stage is None or self.stage.plan.boundaries[0] != decision.plan.boundaries[0]:
             return None
-        states = gather_json(self.stage.signals.state(), group=self._world.group)
+        states = gather_json(self.stage.trained.signals.state(), group=self._world.group)
         return IntervalSignals.joined(states) if states[0]["num_steps"] else None
 
     def _adopt(self, decision: Decision, after: Ownership) -> None:
@@ -302,7 +302,8 @@ class Deployment:
             groups=self._groups.open(after.topology, timeout_s=limit_s),
             loss_scale=self.loss_scale,
         )
-        self._held.give_to(self.stage.optimizer, after.trained_by(rank), self.stage.signals)
+        part = self.stage.trained
+        self._held.give_to(part.optimizer, after.trained_by(rank), part.signals)
         self.feed.prefix.set_depth(
             self._task.prefix_depth(decision.num_frozen),
             on_stage_0=self.stage.index == 0,

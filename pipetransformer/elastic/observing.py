@@ -202,9 +202,9 @@ class Observing:
         """Return what was seen since the last call, on rank 0, and start over. Collective."""
         if stage is None:
             return Observed()
-        parts = gather_json(stage.signals.measured(), group=self._world.group)
+        parts = gather_json(stage.trained.signals.measured(), group=self._world.group)
         measured = IntervalSignals.joined(parts)
-        stage.signals.reset()
+        stage.trained.signals.reset()
         probed, look_s = ({}, 0.0) if self.probe is None else self.probe.look(stage, step)
         losses, rates = self._losses, self._rates
         observed = Observed(measured, probed, look_s, losses.mean, losses.slope, rates.mean)

@@ -2,8 +2,9 @@
 
 feed ─► stage: reads, runs, sums, updates        asynchronous: the same without flushes
           ├─ work: forwards and losses           wiring: links to the other stages
-          ├─ device_end: the step's end, decided by a run's only GPU
-          └─ diagnosis: what must not train on, where it began
+          ├─ trained_part: weights, optimizer, sums of gradients
+          ├─ step_end: update or skip, decided by the host; device_end: by a run's only GPU
+          └─ refusals: what must not train on; diagnosis: where it began
 evaluator ─► predictions: kept, brought together, judged
 """
 

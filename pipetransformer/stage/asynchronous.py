@@ -132,11 +132,11 @@ class AsynchronousStage(Stage):
         told[-1] = replace(told[-1], wrong=bool(wrong))
         values = torch.tensor([one.as_list() for one in told], dtype=torch.float64)
         # A rank without samples waits for the whole stream.
-        summed = self._sum_over_world(values.flatten().tolist(), patience=len(told))
+        summed = self._sums.of(values.flatten().tolist(), patience=len(told))
         by_step = torch.tensor(summed, dtype=torch.float64).view_as(values)
         sums = [StepSums.of(row) for row in by_step.tolist()]
         total_s = time.perf_counter() - start
-        self._refuse(sums, wrong, first_step=steps[0].step)
+        self._refusals.check(sums, wrong, first_step=steps[0].step)
         self._check_stream(steps, sums, rows)
         return _results(sums, stats, report, total_s=total_s, data_s=sum(data_s))
 
@@ -161,7 +161,7 @@ class AsynchronousStage(Stage):
         """Refuse, on all ranks alike, steps whose numbers are bad, or counts not the samples'."""
         for coming, one in zip(steps, told, strict=True):
             if not (math.isfinite(one.loss) and math.isfinite(one.squares)):
-                cause = self._cause_in_samples(coming, rows)
+                cause = self._refusals.cause_in_samples(self.share.slice_of(coming.ids)[0], rows)
                 raise NonFiniteError(
                     f"step {coming.step}: the loss is {one.loss}, the gradient's squared norm "
                     f"{one.squares}, and later steps have trained on it; "
@@ -190,10 +190,10 @@ class AsynchronousStage(Stage):
         work = StashedWork(
             stream,
             [
-                *(self._task.model.sublayers[index].module for index in self._trained),
+                *(self._task.model.sublayers[index].module for index in self.trained.indices),
                 self._task.model.model,
             ],
-            list(self.parameters.values()),
+            list(self.trained.parameters.values()),
             place=self._place(len(sizes)),
             versions=self._versions,
             update=update,
@@ -226,17 +226,17 @@ class AsynchronousStage(Stage):
 
     def _update_once(self, coming: ComingStep, work: TrainWork | None) -> StepSums:
         """Update by a step's gradients; return what all ranks must hear of the step."""
-        if self._reducer is not None:
-            self._reducer.finish()
-            self._reducer.own_gradients.clear()
-        squares = float(self.signals.squared_norm())
+        part = self.trained
+        if part.reducer is not None:
+            part.reducer.finish()
+            part.reducer.own_gradients.clear()
+        squares = float(part.signals.squared_norm())
         if math.isfinite(squares):
-            self.signals.add_gradients()
-        self._update(coming, skipped=False)
+            part.signals.add_gradients()
+        part.update(coming)
         if work is None:  # The reducer has put the other workers' sum here: free it now.
-            for parameter in self.parameters.values():
-                parameter.grad = None
-        self.signals.begin_step()
+            part.drop_gradients()
+        part.signals.begin_step()
         sums = StepSums() if work is None else work.sums()
         return replace(sums, squares=squares if self.speaks_for_stage else 0.0)
 
@@ -260,7 +260,9 @@ def _results(
     return deque(
         StepResult.of(
             StepNumbers(
-                mean_of(one.loss, one.count), math.sqrt(max(0.0, one.squares)), skipped=False
+                mean_of(one.loss, one.count),
+                math.sqrt(max(0.0, one.squares)),
+                skipped=False,
             ),
             one,
             own,

@@ -4,24 +4,33 @@
     GPU     ... t - 1 | t: forward, backward, end | t + 1 ...
 
 Whether a step is skipped, and the factor on its gradients, follow from numbers that the GPU has.
-A flag in GPU memory tells the optimizer to leave its weights and moments alone. The host reads a
-step's numbers when it has launched the next one.
+A flag in GPU memory tells the optimizer to leave its weights and moments alone. Who reads a step's
+numbers does so when the next one is launched; a number that is not finite is refused then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import add
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from autopipe.loss import mean_and_correction
 from freeze.signals import IntervalSignals
-from pipetransformer.stage.step_result import StepNumbers
+from pipetransformer.config import TrainConfig
+from pipetransformer.errors import NonFiniteError
+from pipetransformer.feed import ComingStep
+from pipetransformer.stage.diagnosis import Origin
+from pipetransformer.stage.refusals import Refusals
+from pipetransformer.stage.step_end import StepEnd
+from pipetransformer.stage.step_result import Numbers, StepNumbers, StepSums
+from pipetransformer.stage.trained_part import TrainedPart
+from pipetransformer.stage.work import MicroBatches, TrainWork
 
 
 @final
@@ -29,61 +38,52 @@ class LateNumbers:
     """Hold a step's numbers, which the GPU is still to compute.
 
     Args:
-        step: of the run.
         values: (n,) float64 on the GPU: loss, gradient's norm, whether the step was skipped, and
             the squared norms of the gradient's parts.
+        judge: is given the values when they are first read, and may raise.
     """
 
-    def __init__(self, step: int, values: Tensor) -> None:
-        self.step = step
+    def __init__(self, values: Tensor, judge: Callable[[list[float]], None]) -> None:
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         # A blocking event lets this thread sleep, while another writes the cache's rows.
         self._event = torch.cuda.Event(blocking=True)
         self._event.record()
-        self._values: list[float] | None = None
+        self._judge = judge
+        self._numbers: StepNumbers | None = None
 
-    def wait(self) -> list[float]:
-        """Return the values once the GPU has computed them."""
-        if self._values is None:
+    def __call__(self) -> StepNumbers:
+        """Return the numbers once the GPU has computed them."""
+        if self._numbers is None:
             self._event.synchronize()
-            self._values = self._host.tolist()
-        return self._values
-
-    def numbers(self) -> StepNumbers:
-        loss, norm, skipped, *_ = self.wait()
-        return StepNumbers(loss, norm, bool(skipped))
+            loss, norm, skipped, *_ = values = self._host.tolist()
+            self._numbers = StepNumbers(loss, norm, bool(skipped))
+            self._judge(values)
+        return self._numbers
 
 
 @final
-class DeviceEnd:
+class DeviceEnd(StepEnd):
     """Scale and clip the gradients of a step, update or skip, on the device.
 
     Args:
-        optimizer: of the parameters; must fit, see `fits`.
-        max_grad_norm: limit of the gradient's norm; None for none.
-        keeps_bad: whether a number that is not finite ends the run, so that no update follows.
+        part: with an optimizer that must fit, see `fits`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        signals: IntervalSignals,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        max_grad_norm: float | None,
-        keeps_bad: bool,
-    ) -> None:
-        self._optimizer, self._signals = optimizer, signals
-        self._parameters = list(parameters.values())
-        self._limit, self._keeps_bad = max_grad_norm, keeps_bad
+    waits = False
+
+    def __init__(self, config: TrainConfig, part: TrainedPart, refusals: Refusals) -> None:
+        assert part.optimizer is not None
+        self._part, self._optimizer, self._refusals = part, part.optimizer, refusals
+        self._limit, self._keeps_bad = config.max_grad_norm, config.on_nonfinite == "raise"
         # A 0-dim tensor in host memory goes into one launch; a Python number divides in two.
-        self._most = torch.tensor(max_grad_norm or 0.0, dtype=torch.float64)
+        self._most = torch.tensor(self._limit or 0.0, dtype=torch.float64)
         self._bad: Tensor | None = None
+        self._ended = ""
 
     @staticmethod
     def fits(optimizer: Optimizer | None, signals: IntervalSignals) -> bool:
-        """Tell whether the update can be left out by a flag on the device.
+        """Return whether the update can be left out by a flag on the device.
 
         torch's fused Adam and AdamW do so; its fused SGD would leave a first momentum unset.
         Signals that sum gradients take finite ones alone, which the host must know.
@@ -93,29 +93,60 @@ class DeviceEnd:
         )
         return heeds_flag and not signals.needs_finite
 
-    @torch.no_grad()
+    def begin(self) -> None:
+        if self._ended:  # All updates are held back from then on.
+            raise NonFiniteError(self._ended)
+
     def finish(
         self,
-        step: int,
-        losses: Sequence[tuple[Tensor | float, Tensor | float]],
-        num_samples: int,
-    ) -> LateNumbers:
-        """Prepare the optimizer's step, which must follow and updates, or leaves all as it is.
+        coming: ComingStep,
+        work: TrainWork,
+        spent_s: dict[str, float],
+        *,
+        wrong: str,
+        stops: bool,
+    ) -> tuple[Numbers, StepSums]:
+        start = time.perf_counter()
+        found = work.findings(wrong=bool(wrong), stops=stops)
+        self._refusals.check([found], wrong, first_step=coming.step)
+        values = self._scaled(work, len(coming.ids))
+        judge = partial(self._judge, step=coming.step, batches=work.batches)
+        numbers = LateNumbers(values, judge)
+        self._part.update(coming)
+        spent_s["compute"] += time.perf_counter() - start
+        return numbers, found
 
-        Args:
-            losses: sums and counts of the step's micro-batches.
-            num_samples: the losses were divided by it so far.
-        """
-        total, count = (reduce(add, column) for column in zip(*losses, strict=True))
-        correction, loss = _mean(total, count, num_samples)
-        squares, square = self._signals.squared_norms(scale=correction)
+    @torch.no_grad()
+    def _scaled(self, work: TrainWork, num_samples: int) -> Tensor:
+        """Scale and clip the gradients, and have a bad step skipped; return its numbers."""
+        total, count = work.loss.sums()
+        assert isinstance(total, Tensor), "a loss with a gradient is a tensor"
+        loss, correction = mean_and_correction(total, count, num_samples)
+        assert isinstance(loss, Tensor) and not isinstance(correction, float)
+        squares, square = self._part.signals.squared_norms(scale=correction)
         norm = square.sqrt()
         # inf - inf and anything with NaN is NaN, which differs from 0.
         bad = (loss + norm) - (loss + norm) != 0
         values = torch.cat((torch.stack((loss, norm, bad.double())), squares))
         self._scale(correction, norm)
         self._heed(bad)
-        return LateNumbers(step, values)
+        return values
+
+    def _judge(self, values: list[float], *, step: int, batches: MicroBatches) -> None:
+        """Raise, or warn, where a step's numbers are not finite."""
+        loss, norm, skipped, *_ = values
+        if not skipped:
+            return
+        what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
+        if self._keeps_bad:
+            self._ended = (
+                f"{what}, and the run ended there; resume from a checkpoint, or start another "
+                "Trainer, perhaps with on_nonfinite='skip'"
+            )
+        where = where_in(values, self._part.signals.part_names)
+        self._refusals.tell_of_nonfinite(
+            what, self._refusals.before(step, batches) or Origin(where)
+        )
 
     def _scale(self, correction: Tensor | None, norm: Tensor) -> None:
         """Scale the gradients to the mean's, and clip them."""
@@ -123,7 +154,7 @@ class DeviceEnd:
         if self._limit is not None:
             clip = torch.div(self._most, norm + 1e-6).masked_fill(norm <= self._limit, 1.0)
             factor = clip if factor is None else factor * clip
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = self._part.gradients
         if factor is None or not gradients:
             return
         for dtype in {g.dtype for g in gradients}:  # One launch for all of a dtype.
@@ -139,26 +170,8 @@ class DeviceEnd:
         self._optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
 
 
-def _mean(
-    total: Tensor | float, count: Tensor | float, num_samples: int
-) -> tuple[Tensor | None, Tensor]:
-    """Return the factor from a sum's gradients to the mean's, and the mean loss.
-
-    Both are 0-dim float64; a factor of None is 1. Where nothing counts the mean is 0. A loss
-    without a count gives a mean that is not finite.
-    """
-    assert isinstance(total, Tensor), "a loss with a gradient is a tensor"
-    if not isinstance(count, Tensor):
-        assert count == num_samples, "what is counted on the host are samples"
-        return None, total / count
-    every = torch.tensor(float(num_samples), dtype=torch.float64)
-    # torch.where would copy a Python number to the GPU, and wait.
-    count = count.masked_fill((count == 0) & (total == 0), num_samples)
-    return torch.div(every, count), total / count
-
-
 def where_in(values: Sequence[float], sublayers: Sequence[str]) -> str:
-    """Say where a number that is not finite began, by what `LateNumbers.wait` returns.
+    """Say where a number that is not finite began, by the values of `LateNumbers`.
 
     Args:
         sublayers: names of those that the parts are of, in order.

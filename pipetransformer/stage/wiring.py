@@ -52,6 +52,7 @@ class StageWiring:
         repeated: those of them that run forward again in the backward.
         replica: which pipeline it belongs to.
         turn: the micro-batches that this worker of its stage takes.
+        plan: of the pipeline.
         timeout_s: the longest wait for another rank.
         uploader: copies from host memory to the device.
         side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
@@ -62,7 +63,7 @@ class StageWiring:
         self, task: Task, world: World, plan: PipelinePlan, topology: Topology, groups: Groups
     ) -> None:
         self.task, self.device = task, world.device
-        self._plan, self._topology, self._groups = plan, topology, groups
+        self.plan, self._topology, self._groups = plan, topology, groups
         self._link_device = world.link_device
         self.index = topology.stage_of(world.rank)
         self.is_spare = topology.is_spare(world.rank)
@@ -155,14 +156,14 @@ class StageWiring:
         return self._topology.stage_of_replica(self.replica, stage)
 
     def _sides_of(self, stage: int) -> tuple[str, ...]:
-        model, boundaries = self.task.model, self._plan.boundaries
+        model, boundaries = self.task.model, self.plan.boundaries
         is_last = stage == self._topology.length - 1
         names = model.sides_of(boundaries[stage], boundaries[stage + 1])
         return (*names, *(model.targets if is_last else ()))
 
     def _trains_up_to(self, stage: int) -> bool:
         """Tell whether a stage below this one trains anything."""
-        active = range(self._plan.boundaries[0], self._plan.boundaries[stage])
+        active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
         return bool(trained_parameters(self.task, active))
 
     def _sender(self, rank: int, tag: int, watchdog: Watchdog | None = None) -> Sender:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from autocache import HIDDEN, CacheStats
 from autodp import mix_seed
 from autopipe.engine import ForwardPass, Payload, StageWork, running
-from autopipe.loss import LossValue, SplitProbe, head_of
+from autopipe.loss import BatchMean, LossValue, SplitProbe, head_of, precise, sum_and_count
 from freeze.signals import gram
 from pipetransformer.config import Metric
 from pipetransformer.feed import Batch, Rows, seed_plainly, seed_torch
@@ -66,7 +66,7 @@ class Results:
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         before = self.totals.get(name, [0.0, 0.0])
         self.totals[name] = [
-            one + _precise(more) for one, more in zip(before, (total, count), strict=True)
+            one + precise(more) for one, more in zip(before, (total, count), strict=True)
         ]
 
     def read(self) -> dict[str, list[float]]:
@@ -205,7 +205,7 @@ class TrainWork(LayerWork):
 
     Args:
         first_sample: position of this replica's first sample in the global batch.
-        divisor: samples of the global batch, over the loss scale.
+        loss: joins the micro-batches' losses.
     """
 
     def __init__(
@@ -215,17 +215,16 @@ class TrainWork(LayerWork):
         *,
         step: int,
         first_sample: int,
-        divisor: float,
+        loss: BatchMean,
         probe: SplitProbe,
     ) -> None:
         super().__init__(wiring, batches)
-        self._step, self._divisor, self._probe = step, divisor, probe
+        self._step, self.loss, self._probe = step, loss, probe
         self.where = f"step {step}: "
         probe.begin_step()
         sizes = batches.sizes
         # Positions in the global batch, which are the same however it is cut.
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
-        self.losses: list[tuple[Tensor | float, Tensor | float]] = []
         self._num_with_gradient = 0
         self.stats = CacheStats()
 
@@ -271,35 +270,20 @@ class TrainWork(LayerWork):
         return output
 
     def finish(self, micro_batch: int, outputs: Payload) -> Tensor:
-        """Return the micro-batch's part of the step's mean loss, times the loss scale.
-
-        A (sum, count) is divided by the global batch's samples for now. `Stage` corrects the
-        gradients once the counts of all replicas are known.
-        """
+        """Return what to back-propagate of the micro-batch's loss; see `BatchMean`."""
         output = only_tensor(outputs)
         target = self.target(micro_batch)
         # Before the loss, which may write into them.
         self._probe.watch(output, target)
         loss = self._loss_of(micro_batch, output, target)
-        num_samples = len(output)
         # Where the output needs no gradient, nothing below trains, and the loss need not have one.
         self._num_with_gradient += head_of(loss).requires_grad or not output.requires_grad
-        if isinstance(loss, tuple):
-            total, count = loss
-            self.losses.append((_precise(total), _precise(count)))
-            return total / self._divisor
-        self.losses.append((_precise(loss) * num_samples, num_samples))
-        return loss * (num_samples / self._divisor)
-
-    @property
-    def loss_sum(self) -> float:
-        """Return the sum of the losses so far; 0 without one."""
-        return float(sum(total for total, _ in self.losses))
+        return self.loss.add(loss, len(output))
 
     def sums(self, **others: float) -> StepSums:
         """Return what the step's losses came to, and what was found; see `StepSums`."""
-        count = float(sum(count for _, count in self.losses))
-        return self.findings(loss=self.loss_sum, count=count, **others)
+        total, count = map(float, self.loss.sums())
+        return self.findings(loss=total, count=count, **others)
 
     def findings(self, **others: float) -> StepSums:
         """Return what was found besides the losses; probes may compute losses once more."""
@@ -351,8 +335,7 @@ class EvaluationWork(LayerWork):
         # Last, as a loss may write into what it is given.
         self._probe.watch(output, target)
         loss = self._loss_of(micro_batch, output, target)
-        size = len(output)
-        self._results.add("loss", *(loss if isinstance(loss, tuple) else (loss * size, size)))
+        self._results.add("loss", *sum_and_count(loss, len(output)))
 
 
 @final
@@ -400,11 +383,6 @@ def _told_apart(
     """Return contexts that tell layers whether their forward will be repeated, or is repeated."""
     passed = ForwardPass(micro_batch, num_micro_batches)
     return running(replace(passed, checkpointing=True)), running(replace(passed, recomputing=True))
-
-
-def _precise(value: Tensor | float) -> Tensor | float:
-    """Return a number to add up: in bfloat16 or float16 sums stall or overflow."""
-    return value.detach().double() if isinstance(value, Tensor) else float(value)
 
 
 def only_tensor(payload: Payload) -> Tensor:

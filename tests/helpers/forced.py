@@ -203,8 +203,8 @@ def digests_of_this_rank(trainer: Trainer) -> dict[str, str]:
         for index in deployment_of(trainer)._ownership.held_by(trainer.world.rank)
         for name, tensor in model.tensors(index).items()
     }
-    for name, parameter in stage.parameters.items():
-        state = stage.optimizer.state.get(parameter, {}) if stage.optimizer else {}
+    for name, parameter in stage.trained.parameters.items():
+        state = stage.trained.optimizer.state.get(parameter, {}) if stage.trained.optimizer else {}
         tensors.update({f"{name}/{key}": tensor for key, tensor in state.items()})
     return {
         name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()

@@ -82,7 +82,7 @@ def train(job: Job) -> Result:
             losses.append(trainer.step().loss)
         trained = {
             name: parameter.detach().clone()
-            for name, parameter in stage_of(trainer).parameters.items()
+            for name, parameter in stage_of(trainer).trained.parameters.items()
         }
         weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     return Result(losses, weights, trained)

@@ -229,7 +229,7 @@ def train(name: str, frozen: tuple[int, ...] = FROZEN, length: int = 1) -> Outco
         losses, trained = [], set[str]()
         while not trainer.is_over:
             losses.append(trainer.step().loss)
-            trained |= stage_of(trainer).parameters.keys()
+            trained |= stage_of(trainer).trained.parameters.keys()
         return Outcome(losses, trainer.state_dict(), trained)
 
 

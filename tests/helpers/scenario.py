@@ -293,9 +293,10 @@ def collect(trainer: Trainer, losses: list[float]) -> Outcome:
     for shard in deployment._held.states.values():
         states.update({key: t.clone() for key, t in shard.items()})
     stage = deployment.active_stage
-    for index in stage._trained:
+    part = stage.trained
+    for index in part.indices:
         parameters = trained_parameters(task_of(trainer), (index,))
-        states.update({k: t.clone() for k, t in take_state(stage.optimizer, parameters).items()})
+        states.update({k: t.clone() for k, t in take_state(part.optimizer, parameters).items()})
     weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     report = trainer.report
     extra = {
@@ -312,7 +313,7 @@ def digests(trainer: Trainer) -> list[dict[str, str]]:
     replicas bitwise."""
     own = {
         name: p.detach().cpu().numpy().tobytes().hex()
-        for name, p in stage_of(trainer).parameters.items()
+        for name, p in stage_of(trainer).trained.parameters.items()
     }
     return gather_json(own, group=trainer.world.group)
 

@@ -59,10 +59,10 @@ def test_what_a_step_would_not_honour_is_refused(
     with make_trainer(replace(TINY, frozen=(2,))) as trainer:
         trainer.step()
         act(trainer)
-        before = [p.detach().clone() for p in stage_of(trainer).parameters.values()]
+        before = [p.detach().clone() for p in stage_of(trainer).trained.parameters.values()]
         with pytest.raises(ValueError, match=message):
             trainer.step()
-        now = list(stage_of(trainer).parameters.values())
+        now = list(stage_of(trainer).trained.parameters.values())
         assert all(map(torch.equal, now, before))
 
 

@@ -50,7 +50,7 @@ def losses_with_a_nan(on_nonfinite: str, length: int) -> list[tuple[float, bool]
     """Train an epoch in which one batch is poisoned."""
     with make_trainer(on_nonfinite, length, data=poisoned()) as trainer:
         results = [trainer.step() for _ in range(5)]
-        assert all(torch.isfinite(p).all() for p in stage_of(trainer).parameters.values())
+        assert all(torch.isfinite(p).all() for p in stage_of(trainer).trained.parameters.values())
         return [(result.loss, result.skipped) for result in results]
 
 
@@ -133,7 +133,7 @@ def test_a_bad_loss_skips_the_step_on_all_ranks(two_ranks: Pool, length: int) ->
 
 def spoil(trainer: Trainer, names: tuple[str, ...], value: float) -> list[Any]:
     """Fill the coming gradients of this rank's parameters of those names."""
-    parameters = stage_of(trainer).parameters
+    parameters = stage_of(trainer).trained.parameters
 
     def fill(gradient: Tensor) -> Tensor:
         return torch.full_like(gradient, value)
@@ -159,7 +159,7 @@ def spoil_a_step(
         with make_trainer(on_nonfinite, length) as trainer:
             for _ in range(BAD_STEP):
                 trainer.step()
-            parameters = stage_of(trainer).parameters
+            parameters = stage_of(trainer).trained.parameters
             before = [p.detach().clone() for p in parameters.values()]
             hooks = spoil(trainer, bad.get(trainer.world.rank, ()), value)
             try:

@@ -295,10 +295,10 @@ def enter_second_change() -> dict[str, Any]:
     with start(2) as trainer:
         trainer.step()
         stage = stage_of(trainer)
-        assert stage.optimizer is not None
+        assert stage.trained.optimizer is not None
         found = watch_entry(trainer, lambda: deployment_of(trainer).change(decision((0, 8))))
         found["optimizers"] -= others
-        found["kept"] = (stage.optimizer, len(stage.parameters))
+        found["kept"] = (stage.trained.optimizer, len(stage.trained.parameters))
         return found
 
 
@@ -316,7 +316,7 @@ def change_locally() -> list[str]:
         trainer.step()
         deployment = deployment_of(trainer)
         deployment.change(decision((0, 4, 8)))
-        groups = deployment.active_stage._groups
+        groups = deployment.active_stage._wiring._groups
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
         for to in (
             decision((0, 4, 8), micro_batches=4),
@@ -334,7 +334,7 @@ def change_locally() -> list[str]:
             after = {name: t.data_ptr() for name, t in held(deployment).items()}
             if after != before:
                 touched.append(f"{to.plan}: tensors replaced")
-            if deployment.active_stage._groups != groups:
+            if deployment.active_stage._wiring._groups != groups:
                 touched.append(f"{to.plan}: groups replaced")
     return touched
 

@@ -49,7 +49,7 @@ def run(trainer: Trainer) -> Outcome:
     with trainer:
         while not trainer.is_over:
             found.losses.append(trainer.step().loss)
-            held = {n: p.grad for n, p in stage_of(trainer).parameters.items()}
+            held = {n: p.grad for n, p in stage_of(trainer).trained.parameters.items()}
             found.gradients.append({n: g.clone() for n, g in held.items() if g is not None})
             found.graphs.append(num_graphs())
         found.weights = {name: t.clone() for name, t in trainer.state_dict().items()}

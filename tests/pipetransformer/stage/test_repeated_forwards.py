@@ -107,7 +107,7 @@ def test_the_peak_of_live_memory_falls_by_what_the_planner_predicts() -> None:
             micro_batches=1,
         ) as trainer:
             trainer.step()
-            parameters = stage_of(trainer).parameters.values()
+            parameters = stage_of(trainer).trained.parameters.values()
             with LiveBytes(list(parameters)) as live:
                 trainer.step()
             peaks.append(live.peak)

@@ -1,0 +1,106 @@
+"""Hold what a rank trains of the model: weights, optimizer, sums of gradients, signals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import final
+
+from torch import Tensor, nn
+
+from autodp import GradientReducer, Groups, Topology, mix_seed
+from freeze.signals import IntervalSignals
+from pipetransformer.feed import ComingStep, seed_torch
+from pipetransformer.model import (
+    LAYER,
+    Task,
+    build_optimizer,
+    large_embeddings,
+    owned_parameters,
+    trained_parameters,
+)
+from pipetransformer.processes import World
+from pipetransformer.stage.tied_gradients import TiedGradients
+from pipetransformer.stage.wiring import StageWiring
+
+
+@final
+class TrainedPart:
+    """Hold a stage's parameters, and what updates them.
+
+    Attributes:
+        indices: the stage's sublayers.
+        parameters: by name, those that may train.
+        optimizer: None without parameters.
+        signals: of gradients and weights, for policies.
+        reducer: sums gradients over the stage's replicas; None for a single one.
+        ties: sums gradients of tied weights over stages.
+    """
+
+    def __init__(
+        self, task: Task, world: World, wiring: StageWiring, *, topology: Topology, groups: Groups
+    ) -> None:
+        self._task, self._world, self._index = task, world, wiring.index
+        self.indices = wiring.indices
+        self.parameters = trained_parameters(task, self.indices)
+        self.optimizer = build_optimizer(task, self.parameters)
+        self.signals = IntervalSignals(
+            {task.model.sublayers[i].name: owned_parameters(task, i) for i in self.indices},
+            task.signals,
+        )
+        self.ties = TiedGradients(task, wiring, wiring.plan, self.parameters)
+        self.reducer: GradientReducer | None = None
+        if groups.stage is not None and self.parameters:
+            self.reducer = GradientReducer(
+                [p for p in self.parameters.values() if p.requires_grad],
+                groups.stage,
+                tables=self._tables(),
+                on_one_node=topology.is_on_one_node(topology.stage_ranks(self._index)),
+            )
+
+    def _tables(self) -> list[nn.Parameter]:
+        """Return the large embeddings' weights: replicas sum the touched rows alone."""
+        model, device = self._task.model, self._world.device
+        used = Counter(name for i in self.indices for name in model.tensors(i))
+        modules = (model.sublayers[i].module for i in self.indices)
+        weights = {table.weight for one in modules for table in large_embeddings(one, device)}
+        # A tied table is the head's matrix, too, whose gradient has all rows.
+        return [
+            parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad and parameter in weights and used[name] == 1
+        ]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def drop_gradients(self) -> None:
+        """Free all gradients; right before a forward they leave their memory to activations."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def update(self, coming: ComingStep) -> None:
+        """Make the optimizer's step at the rates of a coming step."""
+        if self.optimizer is None:
+            return
+        factors: dict[int | None, float] = {}
+        for group in self.optimizer.param_groups:
+            layer = group.get(LAYER)
+            if layer not in factors:
+                factors[layer] = coming.learning_rate_factor(layer)
+            group["lr"] = group["initial_lr"] * factors[layer]
+        # An optimizer that rounds stochastically must do so alike on all replicas.
+        seed_torch(mix_seed(self._task.config.seed, coming.step, self._index), self._world.device)
+        self.optimizer.step()
+
+    def end_training(self) -> None:
+        """Take the hooks off parameters, for others to train them."""
+        if self.reducer is not None:
+            self.reducer.close()
+            self.reducer = None
+
+    def close(self) -> None:
+        """Free all memory of its own."""
+        self.end_training()
+        self.drop_gradients()
+        self.parameters, self.optimizer, self.signals = {}, None, IntervalSignals({})
