@@ -16,8 +16,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +51,52 @@ class Snapshot:
     """Copy shards into host memory that is kept from save to save; the copy stops training.
 
     Fresh memory is several times slower to fill than memory that was used before, so it is
-    reserved ahead. A GPU copies faster into pinned memory.
+    reserved ahead. A GPU copies faster into pinned memory; where none can be got, other host
+    memory takes its place, with a warning.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned
+        self._on_gpu = self._pins = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._copied: Milestone | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """Get memory of at least this size; a larger one replaces the old, with its contents."""
-        if num_bytes > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # Never two of them at once.
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._memory.zero_()  # A page becomes memory when it is first written.
+        """Get memory of at least this size; a larger one replaces the old, with its contents.
+
+        Raises:
+            MemoryError: the host has none.
+        """
+        if num_bytes <= len(self._memory):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # Never two of them at once.
+        try:
+            # A page becomes memory when it is first written.
+            self._memory = self._new_memory(num_bytes).zero_()
+        except RuntimeError as error:
+            raise MemoryError(f"no {num_bytes} bytes of host memory: {error}") from error
+
+    def _new_memory(self, num_bytes: int) -> Tensor:
+        if self._pins:
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                _LOG.warning(
+                    "no %d bytes of pinned memory for checkpoints: %s; other host memory is used, "
+                    "into which a GPU copies more slowly while training stands still",
+                    num_bytes,
+                    error,
+                )
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def take(self, shards: Shards) -> Shards:
         """Return contiguous copies of the shards, which overwrite an earlier call's.
 
         Copies from a GPU are queued behind the work of its current stream. Call `finish` before
         reading them; training may go on at once.
+
+        Raises:
+            MemoryError: the host has no memory for them.
         """
         self.reserve(num_bytes_of(shards))
         taken: dict[str, dict[str, Tensor]] = {}
@@ -80,7 +108,7 @@ class Snapshot:
                 copy = place.view(tensor.dtype).view(tensor.shape)
                 taken[name][key] = copy.copy_(tensor.detach(), non_blocking=True)
                 start += _aligned_bytes(tensor)
-        if self._pinned:
+        if self._on_gpu:
             self._copied = Milestone()
         return taken
 
@@ -149,7 +177,7 @@ class Saver:
     def reserve(self, shards: Shards) -> None:
         """Get memory for a copy of these shards in the background, ahead of the first save."""
         assert self.is_idle
-        self._start("memory for a checkpoint", self._snapshot.reserve, num_bytes_of(shards))
+        self._start("memory for a checkpoint", self._reserve, num_bytes_of(shards))
 
     def save(
         self, step: int, shards: Shards, *, scalars: Mapping[str, Any], own: Mapping[str, Any]
@@ -166,14 +194,20 @@ class Saver:
         """
         start = time.perf_counter()
         self.wait()
-        copies = self._snapshot.take(shards)
+        copies: Shards = {}
+        failure = ""
+        try:
+            copies = self._snapshot.take(shards)
+        except MemoryError as error:  # For the thread to tell: other ranks wait for these files.
+            failure = str(error)
         state = {"scalars": scalars, "own": own}
         check_plain(state, "state")
         # A deep copy, as training goes on changing them.
         state = json.loads(json.dumps(state))
         stopped_s = self._waited_s + time.perf_counter() - start
         self._waited_s = 0.0
-        self._start(f"the checkpoint of step {step}", self._write, step, copies, state, stopped_s)
+        write = partial(self._write, step, copies, state, failure=failure, stopped_s=stopped_s)
+        self._start(f"the checkpoint of step {step}", write)
 
     def catches_up(self, *, patience_s: float) -> bool:
         """Wait for this rank's save; tell whether all ranks' saves have ended. Collective."""
@@ -226,10 +260,22 @@ class Saver:
         self._writer = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._writer.start()
 
-    def _write(self, step: int, shards: Shards, state: dict[str, Any], stopped_s: float) -> None:
+    def _reserve(self, num_bytes: int) -> None:
+        with suppress(MemoryError):  # The save tries again, and says so.
+            self._snapshot.reserve(num_bytes)
+
+    def _write(
+        self,
+        step: int,
+        shards: Shards,
+        state: dict[str, Any],
+        *,
+        failure: str,
+        stopped_s: float,
+    ) -> None:
         start = time.perf_counter()
         try:
-            folder, num_bytes = self._write_together(step, shards, state)
+            folder, num_bytes = self._write_together(step, shards, state, failure)
         except Exception as error:
             # A thread's error goes nowhere, so `wait` raises it in the training loop.
             self._error = RuntimeError(
@@ -241,11 +287,15 @@ class Saver:
         self._saved = Saved(step, stopped_s, time.perf_counter() - start, num_bytes, folder)
 
     def _write_together(
-        self, step: int, shards: Shards, state: dict[str, Any]
+        self, step: int, shards: Shards, state: dict[str, Any], failure: str
     ) -> tuple[Path, int]:
-        """Write with all ranks; return the folder and all ranks' bytes, 0 if a write failed."""
+        """Write with all ranks; return the folder and all ranks' bytes, 0 if a write failed.
+
+        Args:
+            failure: why this rank has nothing to write, or "".
+        """
         # No OSError leaves here: a full disk must not end the run, nor leave others waiting.
-        path, failure, written = "", "", dict[str, Any]()
+        path, written = "", dict[str, Any]()
         if self._world.is_main:
             try:
                 path = str(checkpoint_folder(self._directory, step))
@@ -257,7 +307,8 @@ class Saver:
             return folder, 0
         self._snapshot.finish()
         try:
-            written = {name: asdict(one) for name, one in write_shards(folder, shards).items()}
+            if not failure:
+                written = {n: asdict(one) for n, one in write_shards(folder, shards).items()}
         except OSError as error:
             failure = str(error)
         answers = gather_json([failure, written, state["own"]], group=self._group)

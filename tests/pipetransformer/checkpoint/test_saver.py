@@ -21,7 +21,7 @@ from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint import saver as saving
 from pipetransformer.checkpoint.format import ShardRecord, Shards, write_shards
 from pipetransformer.checkpoint.resume import open_latest
-from pipetransformer.checkpoint.saver import Saver
+from pipetransformer.checkpoint.saver import Saver, Snapshot
 from pipetransformer.processes.world import connect
 from tests.helpers.models import tiny_trainer
 from tests.helpers.pool import Pool
@@ -199,6 +199,20 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@contextmanager
+def without_memory(saver: Saver) -> Iterator[None]:
+    """Let a saver find no memory for its copies, as where the host has none."""
+
+    def refuse(num_bytes: int) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "_snapshot", Snapshot())
+        patch.setattr(saver._snapshot, "_new_memory", refuse)
+        saver.reserve(state(saver._world.rank, 0))
+        yield
+
+
 class Warnings(logging.Handler):
     """Collect the warnings of the writers."""
 
@@ -224,6 +238,10 @@ def save_four_times(directory: Path, failing_rank: int, how: str) -> tuple[list[
                 with files_of_at_most(256):
                     save(saver, world.rank, step)
                     saver.wait()
+            elif failing and how == "memory":
+                with without_memory(saver):
+                    save(saver, world.rank, step)
+                    saver.wait()
             else:
                 with replaced("write_shards", Full().write if failing else write_shards):
                     save(saver, world.rank, step)
@@ -243,9 +261,14 @@ def save_four_times(directory: Path, failing_rank: int, how: str) -> tuple[list[
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "cause"), [("full", "No space left on device"), ("limit", "File too large")]
+    ("how", "cause"),
+    [
+        ("full", "No space left on device"),
+        ("limit", "File too large"),
+        ("memory", "no 1216 bytes of host memory: DefaultCPUAllocator"),
+    ],
 )
-def test_a_full_disk_on_one_rank_costs_that_checkpoint_and_is_told_once(
+def test_a_full_disk_or_memory_on_one_rank_costs_that_checkpoint_and_is_told_once(
     two_ranks: Pool, tmp_path: Path, failing_rank: int, how: str, cause: str
 ) -> None:
     (texts, num_bytes), (others, _) = two_ranks.run(save_four_times, tmp_path, failing_rank, how)

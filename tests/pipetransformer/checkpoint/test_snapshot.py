@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -122,6 +123,29 @@ def test_a_thread_waits_for_copies_on_the_gpu_that_makes_them(
     stream.current = 0  # With which a thread begins.
     snapshot.finish()
     assert stream.calls == ["synchronize on 1"]
+
+
+def test_other_memory_takes_the_place_of_pinned_memory_and_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # It had raised in the saver's thread, and once more in the training loop, which ended the run.
+    MarkedStream(monkeypatch, device=0)
+    empty = torch.empty
+
+    def unpinned(*size: int, pin_memory: bool = False, **kind: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, **kind)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    snapshot = Snapshot(pinned=True)
+    for num in (3, 1000):
+        tensors = {"w": torch.arange(float(num))}
+        copy = snapshot.take({"s": tensors})["s"]
+        snapshot.finish()
+        assert_same(read(copy), tensors)
+    (told,) = caplog.messages
+    assert told.startswith("no 64 bytes of pinned memory for checkpoints: CUDA error")
 
 
 @pytest.mark.cuda
