@@ -133,10 +133,15 @@ class Evaluator:
         stage = self._stage()
         # Weights averaged for an evaluation are put in and out without a trace in versions.
         self._prefix.compare_values_next()
-        stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
-        self._prefix.compare_values_next()
-        if feed is not self.feed:
-            feed.close()
+        try:
+            stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
+        except BaseException:
+            feed.end_workers()  # They have read ahead of a sample that ended the evaluation.
+            raise
+        finally:
+            self._prefix.compare_values_next()
+            if feed is not self.feed:
+                feed.close()
         return self._means(own)
 
     def _means(self, own: Results) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tests.helpers.inspection import stage_of
+from pipetransformer import Trainer
+from tests.helpers.inspection import feed_of, model_of, stage_of
 from tests.helpers.loops import TINY, make_trainer, sgd
-from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
+from tests.helpers.measured import freely, measuring
+from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model, tiny_trainer
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import Forced, Shape
 
@@ -113,3 +117,69 @@ def test_a_metric_that_writes_into_the_output_is_refused() -> None:
         trainer.step()
         with pytest.raises(ValueError, match="metric 'bad' writes into the output"):
             trainer.evaluate(tiny_data())
+
+
+class Damaged(TensorDataset):
+    """Samples of which a late one cannot be read, as long as it is damaged."""
+
+    is_damaged = True
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.is_damaged and index == NUM_SAMPLES - 2:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+def about(trainer: Trainer) -> tuple[Any, ...]:
+    """Return what an evaluation must leave as it was."""
+    modules = list(model_of(trainer).modules())
+    hooks = [{n: len(h) for n, h in vars(m).items() if n.endswith("_hooks")} for m in modules]
+    alive = {process.pid for process in multiprocessing.active_children()}
+    return alive, {*threading.enumerate()}, hooks, [module.training for module in modules]
+
+
+@pytest.mark.parametrize("ask", [Trainer.evaluate, Trainer.predict])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_evaluation_that_fails_leaves_nothing_behind_and_the_run_goes_on(
+    is_own: bool, ask: Any
+) -> None:
+    # Workers had stayed until the trainer's `close`, or for as long as the error was held.
+    damaged = Damaged(*tiny_data().tensors)
+    settings: dict[str, Any] = {"freeze": 2, "num_workers": 2, "global_batch_size": 8}
+    own = {"eval_dataset": damaged, "evaluate_every_epochs": 0} if is_own else {}
+    with tiny_trainer(**settings, **own) as trainer:
+        trainer.step()
+        before = about(trainer)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cannot give sample 24: OSError: image file"):
+                ask(trainer, damaged)
+            for thread in {*threading.enumerate()} - before[1]:
+                thread.join(60.0)  # A queue's ends behind its close.
+            assert about(trainer) == before
+        damaged.is_damaged = False
+        found = trainer.evaluate(damaged)
+        trainer.fit()
+        weights = trainer.state_dict()
+    with tiny_trainer(**settings) as plain:
+        plain.step()
+        assert found == plain.evaluate(tiny_data())
+        plain.fit()
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(weights[name], tensor), name
+
+
+def test_weights_that_are_put_back_behind_a_failed_evaluation_are_noticed() -> None:
+    # Weights averaged for an evaluation are put in and out through `.data`, without a trace.
+    damaged = Damaged(*tiny_data().tensors)
+    settings = {"freeze": 2, "eval_dataset": damaged, "global_batch_size": 8, "epochs": 3}
+    with measuring(freely), tiny_trainer(**settings) as trainer:
+        trainer.step()
+        stamps = [*feed_of(trainer).prefix.stamps]
+        frozen = next(model_of(trainer).parameters())
+        frozen.data.add_(1.0)
+        with pytest.raises(ValueError, match="cannot give sample 24"):
+            trainer.evaluate()
+        assert feed_of(trainer).prefix.stamps != stamps
+        frozen.data.sub_(1.0)
+        trainer.step()
+        assert stamps and feed_of(trainer).prefix.stamps == stamps
