@@ -87,11 +87,10 @@ from pipetransformer.model import (
     set_frozen,
 )
 from pipetransformer.processes import (
+    FreedMemory,
     World,
     agree,
     connect,
-    give_back_freed_memory,
-    keep_freed_memory,
     on_rank_0,
     slots_of_a_node,
     world_size,
@@ -169,7 +168,7 @@ class Trainer:
         # The loss that the model itself returns is not smoothed.
         self._given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         _check(config, train_dataset, eval_dataset)
-        self._lent = LentModel(task)
+        self._lent, self._memory = LentModel(task), FreedMemory()
         freezes = not isinstance(policy, NeverFreeze)
         self._caches = config.cache and freezes
         scale_of = partial(rate_of_layer, policy, task.model.num_layers)
@@ -494,6 +493,7 @@ class Trainer:
             return None
         self._lent.borrow()
         try:
+            self._keep_memory()
             self._deployment.fill_released()
             checkpoint = self._state.open()
             # The first are checked, and measuring reads from all over the data set.
@@ -509,6 +509,7 @@ class Trainer:
             return self._decide_if_due()
         except BaseException:  # A refused run leaves the user's model as it came.
             self._lent.give_back()
+            self._memory.give_back()
             raise
 
     def _refuse_ended_run(self, had_begun: bool) -> None:
@@ -730,8 +731,13 @@ class Trainer:
         for epoch, batch in self._coming.to_the_end(self._elastic.replicas):
             yield epoch, self._stage.share.read_of(batch)
 
+    def _keep_memory(self) -> None:
+        if self.world.device.type == "cpu":  # A step frees all activations, and needs them again.
+            self._memory.keep()
+
     def _borrow_model(self) -> None:
         """Freeze the model as the last decision says, if it was given back since."""
+        self._keep_memory()
         if self._lent.borrow() and (decision := self._elastic.decision) is not None:
             set_frozen(self._task, decision.num_frozen, decision.resting)
 
@@ -742,6 +748,7 @@ class Trainer:
         if self._timeline.is_over:  # A notebook's next Trainer may come before this one's `close`.
             self._state.unlock()
         self._lent.give_back()
+        self._memory.give_back()
 
     def _saved_parts(self) -> dict[str, Part]:
         """Return by name what checkpoints hold beside weights, moments and decisions."""
@@ -800,7 +807,7 @@ class Trainer:
             self._log.close()
             if not failed:
                 self.world.close()
-            give_back_freed_memory()
+            self._memory.give_back()
 
 
 def _check(
@@ -815,12 +822,9 @@ def _check(
 
 
 def _join_world(config: TrainConfig) -> World:
-    """Meet the other processes, and set up this one's memory."""
-    world = replace(
+    """Meet the other processes."""
+    return replace(
         connect(config.device, timeout_s=config.setup_timeout_s),
         max_replicas=config.most_replicas(),
         stage_workers=config.stage_workers and tuple(config.stage_workers),
     )
-    if world.device.type == "cpu":  # A step frees all its activations, and needs them again.
-        keep_freed_memory()
-    return world

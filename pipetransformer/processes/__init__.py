@@ -2,19 +2,19 @@
 
 launcher    starts this machine's processes, and restarts them
 world       a process's rank, device and memory; the group of all ranks
+freed_...   what a run frees stays with its process
 meeting     how the ranks find each other
 agreement   one rank's error is raised on all
 """
 
 from pipetransformer.processes.agreement import agree, on_rank_0, told_by_rank_0
+from pipetransformer.processes.freed_memory import FreedMemory
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
 from pipetransformer.processes.world import (
     World,
     connect,
     cpu_name,
     free_bytes,
-    give_back_freed_memory,
-    keep_freed_memory,
     likely_device,
     plannable_bytes,
     slots_of_a_node,
@@ -23,8 +23,7 @@ from pipetransformer.processes.world import (
 )
 
 __all__ = [
-    "World", "agree", "connect", "cpu_name", "free_bytes", "give_back_freed_memory",
-    "is_restarted", "keep_freed_memory", "launch", "launcher_name", "likely_device",
-    "on_rank_0", "plannable_bytes", "slots_of_a_node", "tightest", "told_by_rank_0",
-    "world_size",
+    "FreedMemory", "World", "agree", "connect", "cpu_name", "free_bytes", "is_restarted",
+    "launch", "launcher_name", "likely_device", "on_rank_0", "plannable_bytes",
+    "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
 ]  # fmt: skip

@@ -10,7 +10,6 @@ all ranks with one message: a rank that left alone would leave the others waitin
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import os
@@ -326,27 +325,3 @@ def _complaint(name: str, allowed: str) -> ValueError:
         "or set what it sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, "
         "MASTER_PORT"
     )
-
-
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Parameters of mallopt, as malloc.h numbers them."""
-_USERS_OWN = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""Prefixes of the environment variables by which a user chooses or tunes the allocator."""
-
-
-def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees from now on; tell whether it does.
-
-    By default glibc maps every tensor above 32 MB anew and unmaps it when it is freed, so the
-    kernel zeroes its pages in every step. A user's own allocator, or its settings, stay in force.
-    """
-    if platform.libc_ver()[0] != "glibc" or any(v.startswith(_USERS_OWN) for v in os.environ):
-        return False
-    library = ctypes.CDLL(None)
-    return bool(library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, -1))
-
-
-def give_back_freed_memory() -> None:
-    """Give freed memory back to the kernel, once; memory that is freed later is kept again."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
