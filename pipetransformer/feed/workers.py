@@ -53,6 +53,7 @@ class ForeseenSamples:
         self._prefetch_factor, self._pin_memory = prefetch_factor, pin_memory
         self._timeout_s = timeout_s
         self._loader: DataLoader[Any] | None = None
+        self._end_workers: Callable[[], None] | None = None
         self._answers: Follower[_Answer] = Follower(self._begin)
 
     def read(self, ids: Sequence[int], *, view: int) -> Batch:
@@ -69,12 +70,12 @@ class ForeseenSamples:
 
     def close(self) -> None:
         """End the workers."""
-        iterator: Any = None if self._loader is None else self._loader._iterator
+        end_workers, self._end_workers = self._end_workers, None
         self.forget()
         self._loader = None
-        if iterator is not None:
+        if end_workers is not None:
             # Else they end with the last reference, which a traceback may hold for long.
-            iterator._shutdown_workers()
+            end_workers()
 
     def _begin(self) -> Iterable[_Answer]:
         """Let the workers read what is to come; what they have read so far is dropped."""
@@ -92,7 +93,15 @@ class ForeseenSamples:
                 generator=torch.Generator(),  # Not the default one, from which it would draw.
                 multiprocessing_context=_START,
             )
-        return self._loader
+        answers = iter(self._loader)
+        self._end_workers = getattr(answers, "_shutdown_workers", None)
+        if self._end_workers is None:
+            raise RuntimeError(
+                f"{type(answers).__name__} of torch {torch.__version__} has no field "
+                "'_shutdown_workers', by which workers are ended; set num_workers=0, or install "
+                "a torch that has it, such as 2.11"
+            )
+        return answers
 
 
 class _ToCome(Iterable[Request]):

@@ -25,6 +25,11 @@ from pipetransformer.loop.randomness import states_of
 
 _T = TypeVar("_T")
 
+_FIELDS = (
+    "dataset", "batch_sampler", "collate_fn", "num_workers", "timeout", "prefetch_factor",
+    "persistent_workers", "generator", "_iterator",
+)  # fmt: skip
+"""What is swapped, or asked, of a loader: fields of the object itself, one of them private."""
 _MOST_ROUNDS = 100
 """How often an epoch may give each sample, on average."""
 
@@ -36,14 +41,21 @@ def base_of(loader: Any) -> DataLoader[Any]:
     Raises:
         TypeError: it is no DataLoader, is iterable, or another process reads for it.
         ValueError: it makes no batches.
+        RuntimeError: it lacks a field that this torch's loaders are to have.
     """
     base: Any = getattr(loader, "base_dataloader", loader)
     if type(base).__name__ == "_FabricDataLoader":
-        base = base._dataloader
+        base = getattr(base, "_dataloader", base)  # Lightning's own name for it.
     if not isinstance(base, DataLoader):
         raise TypeError(
             f"a {type(loader).__name__} is no torch DataLoader; give the loader that the loop "
             "takes its batches from"
+        )
+    if lost := [name for name in _FIELDS if name not in vars(base)]:
+        raise RuntimeError(
+            f"the loader, a {type(base).__name__} of torch {torch.__version__}, has no field "
+            f"{lost[0]!r} of its own, by which a loop is given its rows; give a plain DataLoader, "
+            "or install a torch whose loaders have it, such as 2.11"
         )
     if any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
         raise TypeError(
@@ -83,18 +95,19 @@ def giving_indices(
         "timeout": 0,
         "prefetch_factor": None,
         "persistent_workers": False,
-        "_DataLoader__multiprocessing_context": None,
     }
     if not draws:
         swapped["generator"] = torch.Generator()
     # Not setattr: a loader refuses it, as its iterators would not notice. Here they should not.
     own = vars(base)
-    kept = {name: own[name] for name in swapped}
+    kept, context = {name: own[name] for name in swapped}, base.multiprocessing_context
     own.update(swapped)
+    base.multiprocessing_context = None
     try:
         yield
     finally:
         own.update(kept)
+        base.multiprocessing_context = context
 
 
 class _InPlaceOf(Generic[_T]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from freeze import FreezeContext, FreezeDecision
 from pipetransformer.feed import Batch, Collation, ForeseenSamples, Request, Samples
@@ -132,6 +134,18 @@ def test_closing_leaves_no_process_behind() -> None:
     assert len(workers) == 2
     samples.close()
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_field_that_another_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    end: Any = _MultiProcessingDataLoaderIter._shutdown_workers
+    monkeypatch.delattr(_MultiProcessingDataLoaderIter, "_shutdown_workers")
+    samples = foreseen(Plan(((1,), 0)))
+    named = rf"of torch {re.escape(torch.__version__)} has no field '_shutdown_workers'.*workers=0"
+    with pytest.raises(RuntimeError, match=named):
+        samples.read((1,), view=0)
+    assert samples._loader is not None
+    end(samples._loader._iterator)
+    monkeypatch.undo()  # Before the iterator is collected, which asks for it.
 
 
 def test_the_callers_random_numbers_stay_as_they_were() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,28 @@ def test_a_loader_whose_samples_are_not_known_is_refused(loop: Loop) -> None:
     ):
         with pytest.raises(TypeError, match=message):
             next(loop.cached.epoch(make()))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", ["_iterator", "prefetch_factor", "dataset"])
+def test_a_field_that_another_torch_s_loaders_lack_is_named(loop: Loop, name: str) -> None:
+    # It was a bare KeyError of the field's name, in the midst of an epoch.
+    loader = texts_of(DataLoader)
+    del vars(loader)[name]
+    named = (
+        rf"a DataLoader of torch {re.escape(torch.__version__)}, has no field '{name}' of its own"
+    )
+    with pytest.raises(RuntimeError, match=named):
+        next(loop.cached.epoch(loader))
+
+
+def test_a_loader_s_way_to_start_workers_is_its_own_again(loop: Loop) -> None:
+    samples = Samples(dict(data(TEXTS).tensors))
+    loader = DataLoader(samples, batch_size=3, num_workers=1, multiprocessing_context="fork")
+    context = loader.multiprocessing_context
+    batches = loop.cached.epoch(loader)
+    next(batches)
+    assert loader.multiprocessing_context is context is not None
+    batches.close()
 
 
 def leaves_after_two(loop: Loop) -> None:
