@@ -31,7 +31,7 @@ from pipetransformer.model.dependence import (
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.losses import own_loss
 from pipetransformer.model.own_forward import CutForward, Entries, output_of
-from pipetransformer.model.peft_models import unwrapped
+from pipetransformer.model.peft_models import name_untied, unwrapped
 from pipetransformer.model.recording import NoRowError, Row, find_rows, whole_in_mode
 from pipetransformer.model.transformer import (
     qualified_name,
@@ -321,6 +321,7 @@ def _untie(model: nn.Module, row: Row) -> None:
             )
         for module, attribute in holders:
             setattr(module, attribute, own)
+        name_untied(model, [module for module, _ in holders])
     config = getattr(unwrapped(model), "config", None)
     if config is not None:  # Or `from_pretrained` would tie them again.
         config.tie_word_embeddings = False

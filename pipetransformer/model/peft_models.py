@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -54,6 +54,21 @@ def adapter_names(model: nn.Module) -> set[str]:
         for name, _ in module.named_parameters()
         if not name.startswith("base_layer.")
     }
+
+
+def name_untied(model: nn.Module, untied: Collection[nn.Module]) -> None:
+    """Have adapters save modules that no longer share their tensors with the embedding.
+
+    With `ensure_weight_tying` peft ties such modules again wherever the adapter is loaded.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    for adapter, config in configs.items() if isinstance(configs, Mapping) else ():
+        end = f".modules_to_save.{adapter}"
+        names = [n for n, module in model.named_modules() if module in untied and n.endswith(end)]
+        if names and getattr(config, "ensure_weight_tying", False):
+            config.ensure_weight_tying = False
+            whole = (name.removesuffix(end).removeprefix("base_model.model.") for name in names)
+            config.modules_to_save = [*config.modules_to_save, *whole]
 
 
 def refuse_peft(model: object) -> None:

@@ -51,8 +51,8 @@ _GPT2 = {
 }
 
 
-def llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA))
+def llama(**options: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA, **options))
 
 
 def llama_classifier() -> Any:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipetransformer.checkpoint import write_model_folder
 from pipetransformer.cli import main
 from tests.helpers.measured import measuring, never
 from tests.helpers.peft_models import (
+    CAUSAL,
     MODELS,
     batch_of,
     bert,
@@ -121,6 +122,38 @@ def test_adapters_that_transformers_has_added_are_written_alone(
     }
     loaded = PeftModel.from_pretrained(base_of("BERT"), tmp_path).double()
     torch.testing.assert_close(outputs_of(loaded), outputs_of(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["model.embed_tokens"], "ensure_weight_tying": True},
+    ],
+)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_untied_head_of_an_adapter_is_loaded_as_it_was_trained(
+    tmp_path: Path, saves: dict[str, Any], is_tied: bool
+) -> None:
+    # With ensure_weight_tying the head was the embedding once more: outputs were off by 0.1.
+    def base() -> Any:
+        torch.manual_seed(0)
+        return llama(tie_word_embeddings=True).double()
+
+    config = lora(target_modules=["q_proj"], **saves, **CAUSAL)
+    model = moved(get_peft_model(base(), config))
+    with make_trainer(model, (0, 1, 0), tied_weights="untie") as trainer:
+        trainer.fit()
+        trainer.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    words, head = (tensor for name, tensor in sorted(saved.items()) if "lora" not in name)
+    assert words.shape == head.shape and not torch.equal(words, head)
+    fresh = base()
+    if not is_tied:
+        fresh.lm_head.weight = nn.Parameter(fresh.lm_head.weight.detach().clone())
+        fresh.config.tie_word_embeddings = False
+    loaded = PeftModel.from_pretrained(fresh, tmp_path).double()
+    torch.testing.assert_close(outputs_of(loaded), outputs_of(model), rtol=1e-9, atol=1e-12)
 
 
 def run(name: str, folder: Path, length: int, steps: int) -> dict[str, Tensor]:
