@@ -125,11 +125,7 @@ def test_a_thread_waits_for_copies_on_the_gpu_that_makes_them(
     assert stream.calls == ["synchronize on 1"]
 
 
-def test_other_memory_takes_the_place_of_pinned_memory_and_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # It had raised in the saver's thread, and once more in the training loop, which ended the run.
-    MarkedStream(monkeypatch, device=0)
+def refuse_to_pin(patch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def unpinned(*size: int, pin_memory: bool = False, **kind: Any) -> Tensor:
@@ -137,7 +133,15 @@ def test_other_memory_takes_the_place_of_pinned_memory_and_is_told_of_once(
             raise RuntimeError("CUDA error: out of memory")
         return empty(*size, **kind)
 
-    monkeypatch.setattr(torch, "empty", unpinned)
+    patch.setattr(torch, "empty", unpinned)
+
+
+def test_other_memory_takes_the_place_of_pinned_memory_and_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # It had raised in the saver's thread, and once more in the training loop, which ended the run.
+    MarkedStream(monkeypatch, device=0)
+    refuse_to_pin(monkeypatch)
     snapshot = Snapshot(pinned=True)
     for num in (3, 1000):
         tensors = {"w": torch.arange(float(num))}
@@ -149,7 +153,12 @@ def test_other_memory_takes_the_place_of_pinned_memory_and_is_told_of_once(
 
 
 @pytest.mark.cuda
-def test_a_gpu_s_tensors_are_copied_before_the_work_queued_after_the_save() -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_gpu_s_tensors_are_copied_before_the_work_queued_after_the_save(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    if not is_pinned:
+        refuse_to_pin(monkeypatch)
     weights, count = torch.randn(2000, 3000, device="cuda"), torch.tensor(3, device="cuda")
     expected = {"w": weights.t().clone(), "n": count.clone()}
     snapshot = Snapshot(pinned=True)
