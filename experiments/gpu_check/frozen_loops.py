@@ -144,7 +144,7 @@ class Ideal(Loop):
         whole = range(len(case.rows))
         items = [case.rows[index] for index in whole]
         self._columns = {n: torch.stack([one[n] for one in items]).to(device) for n in items[0]}
-        self._order = torch.Generator().manual_seed(0)
+        self._loader, self._has_begun = case.loader(device), False
         self._held: _Held | None = None
 
     def epoch(self, num_frozen: int) -> None:
@@ -165,9 +165,13 @@ class Ideal(Loop):
             self._held.is_full = True
 
     def _batches(self) -> Iterator[Tensor]:
-        # The order of a DataLoader with this generator: it draws a seed of its own first.
-        torch.empty((), dtype=torch.int64).random_(generator=self._order)
-        order = torch.randperm(len(self.case.rows), generator=self._order).to(self.device)
+        loader = self._loader
+        # An iteration draws a seed for its workers first; persistent workers keep theirs.
+        if not (loader.persistent_workers and self._has_begun):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._has_begun = True
+        # To the sampler's end, where it draws once more.
+        order = torch.tensor([*loader.sampler]).to(self.device)
         return iter(order.split(self.case.batch_size))
 
 
