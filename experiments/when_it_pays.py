@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.figures import new_figure, open_frame
 from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.series import Series, markdown, spread
 from experiments.finetune.usage import start
-from pipetransformer.report import new_figure, open_frame
 
 SHARES = (0.3, 0.5, 0.7)
 UNFROZEN, LORA = "nothing saved", "LoRA 1"

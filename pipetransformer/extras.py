@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _EXTRAS = {
-    "matplotlib": "report",
     "plotly": "report",
     "tensorboard": "report",
     "timm": "vision",

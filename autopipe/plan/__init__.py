@@ -8,7 +8,6 @@ from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
 from autopipe.plan.published import (
     Tables,
     best_count,
-    draw_tables,
     plan_as_published,
     published_length,
     published_split,
@@ -30,7 +29,7 @@ from autopipe.plan.simulation import Simulation, StageTimes, simulate
 
 __all__ = [
     "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",
-    "Tables", "best_count", "candidates", "draw_tables", "explain", "fitting_lengths",
+    "Tables", "best_count", "candidates", "explain", "fitting_lengths",
     "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
     "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
     "step_range", "table_text", "throughput_tables",

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 from typing import TypeAlias
 
 from autopipe.partition import greedy_partition
@@ -222,22 +221,3 @@ def table_text(tables: Tables) -> str:
         cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
         rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
     return "\n".join(["samples/s by pipeline length K and micro-batches M, simulated", *rows])
-
-
-def draw_tables(tables: Tables, path: str | Path) -> None:
-    """Draw throughput over M / K, a line per K; the path's suffix sets the format."""
-    # Imported here, because training needs no matplotlib. Not pyplot, which would touch the
-    # caller's backend and open figures.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    for length, table in tables.items():
-        ratios = [count / length for count in table]
-        best = best_count(table)
-        (line,) = axes.plot(ratios, list(table.values()), marker="o", label=f"K = {length}")
-        axes.plot([best / length], [table[best]], marker="*", ms=14, color=line.get_color())
-    axes.set(xlabel="micro-batches M / K", ylabel="samples/s", ylim=(0, None))
-    axes.set_title("Throughput by M; the star is what is taken", loc="left", fontsize=10)
-    axes.legend(frameon=False)
-    figure.savefig(path)

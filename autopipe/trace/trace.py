@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from autopipe.schedule import draw, named_rows
-from autopipe.trace.pictures import chrome_trace, save_picture
+from autopipe.trace.chrome import chrome_trace
 from autopipe.trace.recorder import Clocks, Recorder
 from autopipe.trace.span import Span, programs
 from autopipe.trace.summary import Summary, summarize
@@ -92,14 +92,6 @@ class Trace:
     def save_chrome(self, path: str | Path) -> None:
         """Write a JSON file for ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(chrome_trace(self.spans)))
-
-    def save_picture(self, path: str | Path) -> None:
-        """Draw the stages over time; the path's suffix, such as .png or .svg, sets the format.
-
-        Raises:
-            ValueError: nothing was computed.
-        """
-        save_picture(self.spans, path)
 
 
 def _time_grid(spans: Sequence[Span], width: int) -> str:

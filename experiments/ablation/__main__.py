@@ -26,6 +26,7 @@ from pathlib import Path
 from autopipe.cluster import load_cluster
 from experiments.ablation import simulated, trained
 from experiments.ablation.parts import ABLATION, PartsRow, product_of_parts, runs_of_equals
+from experiments.figures import new_figure, open_frame
 from experiments.finetune.series import add_series_options, markdown, series_of, spread
 from experiments.finetune.usage import as_usage, start
 from experiments.published.setting import (
@@ -37,7 +38,6 @@ from experiments.published.setting import (
     SPEED_UPS,
 )
 from pipetransformer.cli import ModelChoice, described_place
-from pipetransformer.report import new_figure, open_frame
 
 PUBLISHED_MODEL = "vit_base_patch16_224"
 _WIDE = 10.0

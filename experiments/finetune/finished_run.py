@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipetransformer.report import RECORDS_FILE, latest_branch, new_figure, open_frame
+from experiments.figures import new_figure, open_frame
+from pipetransformer.report import RECORDS_FILE, latest_branch
 
 Curve: TypeAlias = list[tuple[float, float]]
 """Seconds of training, and a metric then."""

@@ -1,4 +1,4 @@
-"""Write what a run came to: summary.json, predictions and a picture."""
+"""Write what a run came to: summary.json, predictions, and the page of a run of ours."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ import torch
 import pipetransformer
 from experiments.benchmarks.measuring.rounds import num_cores
 from experiments.finetune.baselines import PLAIN
-from experiments.finetune.finished_run import FinishedRun, draw_learning, learning_of
 from experiments.finetune.options import RunOptions, read_recipe
 from experiments.tasks.workload import Workload
 from pipetransformer.processes import cpu_name
-from pipetransformer.report import draw_report, finite
+from pipetransformer.report import finite, write_page
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def write_outcome(
     for name, found in predictions.items():
         path = folder / ("predictions" + f"_{name}" * bool(name))
         workload.write_predictions(name, found, path)
-    _draw(folder, workload.metric, options.baseline)
+    if options.baseline not in PLAIN:
+        write_page(folder)
     summary = {
         "task": workload.name,
         "metric": workload.metric,
@@ -97,15 +97,6 @@ def _command() -> list[str]:
     if script.parent.name != "experiments":
         return [*start, *sys.argv]
     return [*start, "-m", f"experiments.{script.stem}", *arguments]
-
-
-def _draw(folder: Path, metric: str, baseline: str | None) -> None:
-    """Draw report.png: all of a run of ours, or what a rival learned when."""
-    path, records = folder / "report.png", FinishedRun(folder).records
-    if baseline not in PLAIN:
-        draw_report({"elastic": records}, path)
-    else:
-        draw_learning({str(baseline): [learning_of(records, metric)]}, path, label=metric)
 
 
 def commit() -> str | None:

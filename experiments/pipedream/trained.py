@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from experiments.figures import new_figure, open_frame
 from experiments.finetune.series import markdown
 from experiments.pipedream.networks import build
 from experiments.pipedream.ways import CHOICE, Setting, Way, ways
 from pipetransformer.demo import load_digits_split
-from pipetransformer.report import new_figure, open_frame
 
 DATA_PARALLEL = "data parallel"
 

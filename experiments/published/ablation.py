@@ -1,6 +1,6 @@
 """Simulate the published ablation, and say by how much and why the prediction differs.
 
-Run it as `python -m experiments.published.ablation [--picture FILE]`; the last line is JSON. It
+Run it as `python -m experiments.published.ablation`; the last line is JSON. It
 takes seconds on any CPU: nothing is trained. Beside the published system (`runs`) stand
 our rules in the same place.
 """
@@ -13,10 +13,9 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from autopipe.plan import draw_tables, table_text
+from autopipe.plan import table_text
 from autopipe.profile import Profile
 from experiments.ablation.parts import ALL, FREEZE_ONLY
 from experiments.ablation.simulated import total_s as simulated_s
@@ -81,11 +80,8 @@ def our_speed_ups(profile: Profile, baseline_s: float) -> dict[str, tuple[float,
 def main() -> None:
     """Print tables, reasons and, last, one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--picture", type=Path, help="draw the throughput tables into this file")
-    arguments = parser.parse_args()
+    parser.parse_args()
     system = published_system(published_profile())
-    if arguments.picture is not None:
-        draw_tables(system.tables, arguments.picture)
     predicted, others = speed_ups(system), variants(system)
     baseline_s = total_s(system.run(BASELINE))
     own = our_speed_ups(system.profile, baseline_s)

@@ -18,7 +18,7 @@ from pipetransformer.cli.plan_command import add_plan_parser
 from pipetransformer.cli.score import add_score_parser
 from pipetransformer.cli.verify_command import add_verify_parser
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
-from pipetransformer.report import PAGE_FILE, draw_folder, draw_freezing, watch_page, write_page
+from pipetransformer.report import PAGE_FILE, watch_page, write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,19 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     report = commands.add_parser(
         "report",
-        help="draw a run as report.html and report.png: loss and metrics, frozen layers, K and R, "
-        "where the time went, the cache, decisions and what they saw, a step's trace",
+        help="draw a run as report.html: loss and metrics, frozen layers, K and R, where the time "
+        "went, the cache, decisions and what they saw, a step's trace",
     )
     report.add_argument("folder", type=Path, help="the folder= of the run")
-    manner = report.add_mutually_exclusive_group()
-    manner.add_argument(
+    report.add_argument(
         "--watch",
         action="store_true",
         help="write report.html anew while the run goes on, and have an open page reload itself; "
         "ends with the run, also an interrupted one, or on Ctrl-C",
-    )
-    manner.add_argument(
-        "--freeze", action="store_true", help="draw what the policy saw of each layer, and decided"
     )
     report.set_defaults(run=_report)
     add_score_parser(
@@ -86,13 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
     folder = options.folder
-    if options.freeze:
-        say(draw_freezing(folder))
-        return
     if options.watch:
         say(f"{folder / PAGE_FILE} follows the run; Ctrl-C ends that")
         sys.stdout.flush()  # What is piped would see it at the end.
         watch_page(folder, is_live=partial(may_be_live, folder))
     else:
         write_page(folder)
-    say(f"{folder / PAGE_FILE}\n\n{draw_folder(folder)}")
+    say(str(folder / PAGE_FILE))

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopipe.cluster import parse_bytes
-from autopipe.plan import Tables, draw_tables, throughput_tables
-from autopipe.trace import save_picture
+from autopipe.plan import Tables, throughput_tables
+from autopipe.trace import Trace
 from pipetransformer.cli.model_choice import ModelChoice
 from pipetransformer.cli.model_options import MODEL_HELP, add_model_options, model_choice
 from pipetransformer.cli.named_model import WEIGHT_DTYPES
@@ -22,16 +22,9 @@ from pipetransformer.cli.places import (
     place_at_hand,
 )
 from pipetransformer.cli.plan_answer import Answer, Refusal, find_plan
-from pipetransformer.cli.plan_table import (
-    answers_json,
-    answers_text,
-    parts_text,
-    replicated_text,
-    title,
-)
+from pipetransformer.cli.plan_table import answers_json, answers_text, replicated_text
 from pipetransformer.cli.replicated_stages import PIPEDREAM, add_profile_options, run_profile
 from pipetransformer.config import PLANS
-from pipetransformer.extras import require
 
 BATCH_A_SLOT = 32
 """Samples of a step for each slot, if --batch is not given."""
@@ -41,7 +34,7 @@ _RECOMPUTE = {"auto": (False, True), "always": (True,), "never": (False,)}
 _OF_A_PROFILE = ("machines", "bandwidth", "activations")
 _OF_A_MODEL = (
     "model", "cluster", "slots", "batch", "frozen", "stage_workers", "samples", "cached", "dtype",
-    "image_size", "seq_length", "task", "lora", "lora_targets", "picture",
+    "image_size", "seq_length", "task", "lora", "lora_targets", "trace",
     "activation_checkpointing",
 )  # fmt: skip
 
@@ -84,7 +77,9 @@ def add_plan_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cached", action="store_true", help="read the frozen prefix's output")
     parser.add_argument("--dtype", choices=tuple(WEIGHT_DTYPES), default="float32")
     add_model_options(parser)
-    parser.add_argument("--picture", help="draw the chosen schedule to this file")
+    parser.add_argument(
+        "--trace", help="write the chosen schedule to this file, for ui.perfetto.dev"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=run_plan)
 
@@ -93,7 +88,7 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     """Plan, print the answers, and return whether all numbers of frozen layers have a plan.
 
     Raises:
-        ImportError: the model's package, or matplotlib, is not installed.
+        ImportError: the model's package is not installed.
         ValueError: the question cannot be read or answered.
         WorkerFailedError: measuring the machine at hand failed.
     """
@@ -137,9 +132,9 @@ def run_plan(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
         if plan == PIPEDREAM:
             text = "\n\n".join([*map(replicated_text, answers), text])
         say(text)
-    drawn = [] if options.picture is None else _draw(answers, tables, Path(options.picture))
-    if drawn and not options.json:
-        say("\n" + "\n".join(map(str, drawn)))
+    traces = [] if options.trace is None else _write_traces(answers, Path(options.trace))
+    if traces and not options.json:
+        say("\n" + "\n".join(map(str, traces)))
     return not any(isinstance(answer.chosen, Refusal) for answer in answers)
 
 
@@ -166,13 +161,11 @@ def _refuse(options: argparse.Namespace) -> None:
             "--slots is for the machine at hand; leave it out beside --cluster, whose file "
             "states the slots"
         )
-    if options.picture is not None:
-        if not Path(options.picture).absolute().parent.is_dir():
-            raise ValueError(
-                f"--picture is {options.picture}, in a folder that does not exist; make "
-                "the folder, or choose another"
-            )
-        require("matplotlib", purpose="--picture")
+    if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
+        raise ValueError(
+            f"--trace is {options.trace}, in a folder that does not exist; make the folder, or "
+            "choose another"
+        )
     for name in ("--slots", "--batch", "--samples"):
         value = getattr(options, name[2:])
         if value is not None and value < 1:
@@ -196,17 +189,13 @@ def _published_tables(answer: Answer) -> Tables:
         return {}  # The rules know no length, as the answer says.
 
 
-def _draw(answers: Sequence[Answer], tables: Tables, path: Path) -> list[Path]:
-    """Draw every chosen schedule, one a file, and the tables to a file beside them."""
-    drawn = []
+def _write_traces(answers: Sequence[Answer], path: Path) -> list[Path]:
+    """Write every chosen schedule, one a file; return the files."""
+    written = []
     for answer in answers:
         if isinstance(answer.chosen, Refusal):
             continue
         stem = f"{path.stem}-frozen{answer.request.num_frozen}"
-        drawn.append(path if len(answers) == 1 else path.with_stem(stem))
-        heading = (f"{title(answer.chosen, answer)} (predicted)", parts_text(answer.chosen))
-        save_picture(answer.chosen.spans(), drawn[-1], heading=heading)
-    if tables:
-        drawn.append(path.with_stem(f"{path.stem}-throughput"))
-        draw_tables(tables, drawn[-1])
-    return drawn
+        written.append(path if len(answers) == 1 else path.with_stem(stem))
+        Trace.of(answer.chosen.spans()).save_chrome(written[-1])
+    return written

@@ -18,7 +18,7 @@ from freeze import (
     frozen_since,
     named_policy,
 )
-from pipetransformer.report import RecordedDecision, new_figure, open_frame, read_decisions
+from pipetransformer.report import RecordedDecision, read_decisions
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,6 @@ def _scored(
 def add_score_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the folder= of a run")
     parser.add_argument("--policy", nargs="+", default=[], metavar="POLICY", help=POLICY_HELP)
-    parser.add_argument(
-        "--picture", type=Path, help="draw frozen layers over steps into this file"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_score)
 
@@ -143,8 +140,6 @@ def run_score(options: argparse.Namespace, say: Callable[[str], object]) -> None
             scores[name] = score(decisions, policy)
         except (TypeError, ValueError) as error:  # What a policy raises is a PolicyError.
             failed[name] = str(error)
-    if options.picture is not None:
-        _draw(scores, options.picture, decisions[-1].context.max_steps)
     if options.json:
         scored = {name: {**asdict(one), "share": one.share} for name, one in scores.items()}
         say(json.dumps({**scored, **{name: {"error": text} for name, text in failed.items()}}))
@@ -175,17 +170,3 @@ def _changes(frozen: dict[int, int]) -> str:
             parts.append(f"{num} @ {step}")
         before = num
     return ", ".join(parts) or "-"
-
-
-def _draw(scores: dict[str, Score], path: Path, max_steps: int) -> None:
-    figure = new_figure(9, 4)
-    axes = figure.add_subplot()
-    for name, result in scores.items():
-        steps: Sequence[int] = [*result.frozen, max_steps]
-        values = [*result.frozen.values(), list(result.frozen.values())[-1]]
-        label = f"{name}: {result.share:.0%} of the time"
-        axes.plot(steps, values, drawstyle="steps-post", label=label)
-    axes.set(xlabel="step", ylabel="frozen layers", ylim=(0, None))
-    open_frame(axes)
-    axes.legend(frameon=False)
-    figure.savefig(path)

@@ -26,7 +26,7 @@ from pipetransformer.demo.settings import NUM_BLOCKS, NUM_SLOTS, RUNS, DemoSetti
 from pipetransformer.demo.trained_here import train_donor, train_here
 from pipetransformer.extras import require
 from pipetransformer.processes import launch
-from pipetransformer.report import RECORDS_FILE, draw_report, read_records, write_page
+from pipetransformer.report import PAGE_FILE, write_page
 
 _SPINS = "3000"
 """How often a thread of OpenMP looks for work before it sleeps.
@@ -34,7 +34,7 @@ _SPINS = "3000"
 Where another program has a core, the loop's two threads share the other one. With torch's default
 they spin there, and take fifty times as long. On idle cores this costs the loop 2 %.
 """
-_PACKAGES = {"timm": "its model", "sklearn": "its scans", "matplotlib": "its picture"}
+_PACKAGES = {"timm": "its model", "sklearn": "its scans", "plotly": "its page"}
 
 
 def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
@@ -71,18 +71,17 @@ def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
 
 
 def write_results(settings: DemoSettings) -> str:
-    """Write summary.json, report.png and report.html into the folder; return what they say."""
+    """Write summary.json and two runs' pages into the folder; return what they say."""
     folder = Path(settings.folder)
     results = {name: Result.read(settings.folder_of(name)) for name in RUNS}
     summary = {name: asdict(result) for name, result in results.items()}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    records = {
-        name: read_records(settings.folder_of(name) / RECORDS_FILE)
-        for name in ("unfrozen", "elastic")
-    }
-    draw_report(records, folder / "report.png")
-    write_page(folder)
-    return f"{told(results)}\n\n{folder}: report.html, report.png, summary.json, model.safetensors"
+    pages = [settings.folder_of(name) for name in ("elastic", "unfrozen")]
+    for run in pages:
+        write_page(run)
+    written = [str((run / PAGE_FILE).relative_to(folder)) for run in pages]
+    files = ", ".join([*written, "summary.json", "model.safetensors"])
+    return f"{told(results)}\n\n{folder}: {files}"
 
 
 def clear_folder(folder: Path) -> None:

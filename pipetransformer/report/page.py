@@ -18,8 +18,13 @@ from pathlib import Path
 
 from pipetransformer.durable_files import replace_file
 from pipetransformer.extras import require
-from pipetransformer.report.pictures import of_kind
-from pipetransformer.report.records import RECORDS_FILE, Record, latest_branch, read_records
+from pipetransformer.report.records import (
+    RECORDS_FILE,
+    Record,
+    latest_branch,
+    of_kind,
+    read_records,
+)
 from pipetransformer.report.sections import TRACE_FILE, Rows, Section, sections_of
 
 PAGE_FILE = "report.html"

@@ -10,8 +10,20 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pipetransformer.report.pictures import OWN_COLOR
 from pipetransformer.report.records import Record, finite
+
+OWN_COLOR, SECOND_COLOR, MARK_COLOR = "#0b6fb8", "#e6842a", "#c44e52"
+CATEGORY_COLORS = {
+    "compute": "#0b6fb8",
+    "bubble": "#9ecae1",
+    "transfer": "#e6842a",
+    "all_reduce": "#f5c77e",
+    "data": "#59a14f",
+    "cache": "#a9d18e",
+    "deciding": "#e8a5a7",
+    "transition": "#c44e52",
+    "other": "#c7cbd1",
+}
 
 Figure = dict[str, Any]
 Rows = tuple[tuple[str, ...], ...]
@@ -75,3 +87,15 @@ def bar_of(x: list[int], y: list[float], name: str, color: str) -> Figure:
     """Draw a part of stacked bars; null is none."""
     shown = escape(name, quote=False)
     return {"type": "bar", "name": shown, "x": x, "y": finite(y), "marker": {"color": color}}
+
+
+def text_of(record: Record, field: str) -> str:
+    """Write a field; a dash where there is none."""
+    value = record.get(field)
+    return "–" if value is None else str(value)
+
+
+def number_of(record: Record, field: str) -> str:
+    """Write four digits; a dash where there is no number."""
+    value = record.get(field)
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "–"

@@ -188,6 +188,16 @@ def latest_branch(records: Iterable[Record]) -> list[Record]:
     return kept
 
 
+def of_kind(records: list[Record], kind: str) -> list[Record]:
+    """Select the records of a kind."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def epochs_of(records: list[Record]) -> list[Record]:
+    """Select the epochs; of one that is partial, and gone on with, the whole."""
+    return list({record["epoch"]: record for record in of_kind(records, "epoch")}.values())
+
+
 def _parse(line: bytes) -> Record | None:
     try:
         record = json.loads(line)

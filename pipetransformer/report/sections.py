@@ -13,41 +13,38 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from autopipe.trace import as_bytes
 from pipetransformer.config import EVALUATION_FIELDS
-from pipetransformer.report.freeze_pictures import SIGNAL_TITLES, what_a_reason_says
+from pipetransformer.report.freeze_sections import decisions_section, signals_section
 from pipetransformer.report.page_figures import (
+    CATEGORY_COLORS,
+    MARK_COLOR,
+    OWN_COLOR,
+    SECOND_COLOR,
     Rows,
     Section,
     bar_of,
     figure_of,
     line_of,
+    number_of,
+    text_of,
 )
-from pipetransformer.report.pictures import (
-    CATEGORY_COLORS,
-    MARK_COLOR,
-    OWN_COLOR,
-    SECOND_COLOR,
-    epochs_of,
-    of_kind,
-)
-from pipetransformer.report.records import Record, finite
+from pipetransformer.report.records import Record, epochs_of, of_kind
 from pipetransformer.report.trace_section import TRACE_FILE, trace_section
 
 _MOST_POINTS = 4000
 
 
 def sections_of(records: list[Record], folder: Path) -> list[Section]:
-    """Return the page's sections of a run's latest branch; the folder may hold a trace."""
+    """Return the sections of a run's latest branch; its folder may hold a trace and looks."""
     return [
         _learning(records),
         _pipelines(records),
         _time(records),
         _cache(records),
-        _decisions(records),
-        _signals(records),
+        decisions_section(records),
+        signals_section(records, folder),
         trace_section(folder / TRACE_FILE),
     ]
 
@@ -155,12 +152,12 @@ def _transition_rows(records: list[Record]) -> Rows:
     rows = [
         (
             str(one["step"]),
-            _text_of(one, "frozen"),
-            f"{_text_of(one, 'length')} x {_text_of(one, 'replicas')}",
-            _text_of(one, "micro_batches"),
-            _number(one, "seconds"),
-            _number(one, "predicted_step_s"),
-            _number(measured.get(one["step"], {}), "measured_step_s"),
+            text_of(one, "frozen"),
+            f"{text_of(one, 'length')} x {text_of(one, 'replicas')}",
+            text_of(one, "micro_batches"),
+            number_of(one, "seconds"),
+            number_of(one, "predicted_step_s"),
+            number_of(measured.get(one["step"], {}), "measured_step_s"),
         )
         for one in of_kind(records, "transition")
     ]
@@ -190,7 +187,11 @@ def _time(records: list[Record]) -> Section:
         )
         for name in names
     ]
-    figure = figure_of("", *bars, x="epoch", y="seconds, mean of all processes")
+    rate = line_of(epochs, "samples_per_s", "samples per second", x="epoch")
+    figures = (
+        figure_of("", *bars, x="epoch", y="seconds, mean of all processes"),
+        figure_of("Throughput", rate, x="epoch", y="samples per second"),
+    )
     totals = {
         name.replace("_", "-"): sum(e.get("breakdown", {}).get(name) or 0.0 for e in epochs)
         for name in names
@@ -205,7 +206,7 @@ def _time(records: list[Record]) -> Section:
     }
     rows = tuple((name, f"{seconds:.3f}") for name, seconds in totals.items())
     partial = "The last epoch is partial." if epochs[-1].get("partial") else ""
-    return Section(title, _said(partial), (figure,), (("part", "seconds"), *rows))
+    return Section(title, _said(partial), figures, (("part", "seconds"), *rows))
 
 
 def _cache(records: list[Record]) -> Section:
@@ -240,78 +241,6 @@ def _cache(records: list[Record]) -> Section:
         f"through newly frozen layers, {computed:,} computed."
     )
     return Section(title, (said, taken), tuple(figures))
-
-
-def _decisions(records: list[Record]) -> Section:
-    """Write a row for each decision, and one for several in a row that are alike."""
-    title, decisions = "Decisions", of_kind(records, "decision")
-    if not decisions:
-        return Section(title, ("No decision is recorded.",))
-    rows = [("step", "epochs done", "frozen layers", "rested", "loss", "reason")]
-    for _, alike in groupby(decisions, _what_is_decided):
-        first, *others = alike
-        rows.append(
-            (
-                str(first["step"]) + (f" to {others[-1]['step']}" if others else ""),
-                _text_of(first, "epoch"),
-                f"{_text_of(first, 'frozen_before')} → {_text_of(first, 'frozen')}",
-                ", ".join(map(str, first.get("resting_before", ()))),
-                _number(first, "loss"),
-                _text_of(first, "reason"),
-            )
-        )
-    note = "Several in a row that say the same are one row, with the first one's numbers."
-    return Section(title, (note,), table=tuple(rows))
-
-
-def _what_is_decided(decision: Record) -> tuple[object, ...]:
-    fields = ("frozen_before", "frozen", "resting_before")
-    return *(decision.get(f) for f in fields), what_a_reason_says(str(decision.get("reason")))
-
-
-def _signals(records: list[Record]) -> Section:
-    title, decisions = "What the policy saw of each layer", of_kind(records, "decision")
-    named = {name: None for one in decisions for name in one.get("signals", {})}
-    if not named:
-        return Section(
-            title, ("No signal is recorded: the policy asks for none, or saw none yet.",)
-        )
-    figures = []
-    for name in named:
-        seen = [one for one in decisions if one.get("signals", {}).get(name)]
-        num_layers = max(len(one["signals"][name]) for one in seen)
-        lines = [
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": f"layer {layer}",
-                "x": [one["step"] for one in seen],
-                "y": finite([_at(one["signals"][name], layer) for one in seen]),
-                "marker": {"size": 4},
-                "line": {"color": f"hsl({260 - 200 * layer // max(1, num_layers - 1)},60%,45%)"},
-            }
-            for layer in range(num_layers)
-        ]
-        figure = figure_of(SIGNAL_TITLES.get(name, name), *lines)
-        if name != "probe_cka":
-            figure["layout"]["yaxis"] |= {"type": "log", "exponentformat": "power"}
-        figures.append(figure)
-    return Section(title, ("A click in a legend hides a layer.",), tuple(figures))
-
-
-def _at(values: Sequence[Any], index: int) -> Any:
-    return values[index] if index < len(values) else None
-
-
-def _text_of(record: Record, field: str) -> str:
-    value = record.get(field)
-    return "–" if value is None else str(value)
-
-
-def _number(record: Record, field: str) -> str:
-    """Write four digits; a dash where there is no number."""
-    value = record.get(field)
-    return f"{value:.4g}" if isinstance(value, (int, float)) else "–"
 
 
 def _said(*sentences: str) -> tuple[str, ...]:

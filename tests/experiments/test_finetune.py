@@ -85,7 +85,7 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "predictions.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction" and len(lines) == 33
     assert frozen_from(tmp_path / "run") == {0: 0, 6: 2}
-    assert (tmp_path / "run" / "report.png").exists()
+    assert (tmp_path / "run" / "report.html").exists()
     with pytest.raises(ValueError, match="holds the results of another run"):
         smoke(tmp_path / "run")
 

@@ -38,6 +38,6 @@ def smoke(
 ) -> dict[str, Any]:
     """Run a script to its end, without its picture where nobody looks at it."""
     named = ("--task", task) if script is bert else ("--dataset", task)
-    with nullcontext() if draws else mock.patch.object(outputs, "_draw"):
+    with nullcontext() if draws else mock.patch.object(outputs, "write_page"):
         script.main([*named, "--smoke", "--output_dir", str(folder), *further])
     return summary(folder)

@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from pipetransformer import Trainer, __version__
+from pipetransformer import __version__
 from pipetransformer.cli import main
 from pipetransformer.extras import _EXTRAS
-from tests.helpers.models import tiny_data, tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,32 +40,14 @@ def test_every_package_is_in_the_extra_that_is_named() -> None:
         assert package in names
 
 
-@pytest.mark.parametrize("options", [[], ["--freeze"]], ids=["report", "freeze"])
-def test_a_report_without_matplotlib_names_its_extra(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-) -> None:
-    with Trainer(
-        tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), epochs=1, folder=tmp_path
-    ) as trainer:
-        trainer.fit()
-    hide(monkeypatch, "matplotlib")
-    assert refused(capsys, "report", str(tmp_path), *options) == (
-        "pipetransformer: drawing needs the package matplotlib; install pipetransformer[report]"
-    )
-
-
 @pytest.mark.parametrize(
     ("package", "model", "extra"),
     [
         ("timm", "vit_tiny_patch16_224", "vision"),
         ("transformers", "bert-base", "text"),
-        ("matplotlib", "vit_tiny_patch16_224", "report"),
     ],
 )
-def test_a_plan_names_the_extra_of_its_model_or_picture(
+def test_a_plan_names_the_extra_of_its_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     package: str,
@@ -75,15 +55,13 @@ def test_a_plan_names_the_extra_of_its_model_or_picture(
     extra: str,
 ) -> None:
     hide(monkeypatch, package)
-    picture = ["--picture", "plan.png"] if package == "matplotlib" else []
-    text = refused(capsys, "plan", model, "--slots", "1", *picture)
-    purpose = "--picture" if picture else f"the model {model}"
-    assert text == (
-        f"pipetransformer: {purpose} needs the package {package}; install pipetransformer[{extra}]"
+    assert refused(capsys, "plan", model, "--slots", "1") == (
+        f"pipetransformer: the model {model} needs the package {package}; install "
+        f"pipetransformer[{extra}]"
     )
 
 
-@pytest.mark.parametrize("package", ["timm", "sklearn", "matplotlib"])
+@pytest.mark.parametrize("package", ["timm", "sklearn", "plotly"])
 def test_the_demo_names_its_extra_before_it_begins(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

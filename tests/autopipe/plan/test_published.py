@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autopipe.plan.published import (
     best_count,
-    draw_tables,
     plan_as_published,
     published_split,
     table_text,
@@ -197,15 +195,12 @@ def test_a_length_that_was_set_is_kept() -> None:
     ] == [4, 4]
 
 
-def test_tables_are_printed_with_a_star_at_what_is_taken_and_drawn(tmp_path: Path) -> None:
+def test_tables_are_printed_with_a_star_at_what_is_taken() -> None:
     tables = {2: {2: 30.0, 4: 41.5, 6: 40.0}, 1: {1: 50.0}}
     title, two, one = table_text(tables).splitlines()
     assert title.startswith("samples/s") and title.endswith(", simulated")
     assert two.split() == ["K", "=", "2", "M", "=", "2,", "4,", "6", "30", "41.5*", "40"]
     assert one.split() == ["K", "=", "1", "M", "=", "1", "50*"]
-    path = tmp_path / "tables.png"
-    draw_tables(tables, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])

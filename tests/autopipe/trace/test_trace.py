@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import SCHEDULES, Op, draw
-from autopipe.trace.pictures import chrome_trace
+from autopipe.trace.chrome import chrome_trace
 from autopipe.trace.span import Span
 from autopipe.trace.trace import Trace
 from tests.helpers.pipes import CASES, CHUNKS, batch, model, recomputed, traced_step
@@ -60,14 +60,12 @@ def test_a_grid_without_columns_is_refused() -> None:
         Trace.of([Span(0, Op.FORWARD, 0, 0.0, 1.0)]).grid(width=0)
 
 
-def test_an_empty_trace_has_an_empty_grid_and_no_summary(tmp_path: Path) -> None:
+def test_an_empty_trace_has_an_empty_grid_and_no_summary() -> None:
     with model().trace() as trace:
         pass
     assert trace.grid() == trace.grid(width=10) == ""
     with pytest.raises(ValueError, match="the trace is empty; run a forward or a step"):
         trace.summary()
-    with pytest.raises(ValueError, match="the trace is empty"):
-        trace.save_picture(tmp_path / "nothing.png")
 
 
 def test_mini_batches_are_parted_by_a_bar_and_averaged() -> None:
@@ -127,21 +125,13 @@ def test_transfers_under_way_at_once_have_lanes_of_their_own() -> None:
     assert [[event["name"] for event in lane] for lane in lanes.values()] == [["a0", "a2"], ["a1"]]
 
 
-def test_a_picture_is_drawn_without_pyplots_state(tmp_path: Path) -> None:
-    from matplotlib import _pylab_helpers
-
-    traced_step((1, 1, 2), "gpipe", "always").save_picture(tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert not _pylab_helpers.Gcf.get_all_fig_managers()
-
-
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ArithmeticError("as asked for")
 
 
 @pytest.mark.parametrize("position", [0, 2])
-def test_spans_of_a_forward_that_fails_can_be_read(position: int, tmp_path: Path) -> None:
+def test_spans_of_a_forward_that_fails_can_be_read(position: int) -> None:
     layers: list[nn.Module] = [nn.Tanh(), nn.Tanh(), nn.Tanh()]
     layers[position] = Failing()
     pipeline = GPipe(nn.Sequential(*layers), [1, 1, 1], chunks=CHUNKS)
@@ -154,5 +144,4 @@ def test_spans_of_a_forward_that_fails_can_be_read(position: int, tmp_path: Path
     assert [s.label for s in ran if s.stage == position] == ["F0"]
     assert trace.grid().splitlines()[position].replace("..", "").split()[2:] == ["F0"]
     assert trace.summary().schedule == "another order"
-    trace.save_picture(tmp_path / "failed.png")
     json.dumps(chrome_trace(trace.spans))

@@ -59,7 +59,7 @@ def test_json_has_what_scripts_ask_for(profile: Path, capsys: pytest.CaptureFixt
         (["--machines", "four", "--bandwidth", "1e9"], "are lists of numbers"),
         (["--machines", "0", "--bandwidth", "1e9"], "give at least one"),
         (["--machines", "200", "--bandwidth", "1e9"], "at most 128 are planned"),
-        ([*ASKED, "--picture", "x.png"], "--picture does not go with --profile; leave it out"),
+        ([*ASKED, "--trace", "x.json"], "--trace does not go with --profile; leave it out"),
         ([*ASKED[:4], "--plan", "published"], "plans no --profile; give --plan pipedream"),
         (["bert-base", *ASKED], "a model does not go with --profile; leave it out"),
     ],

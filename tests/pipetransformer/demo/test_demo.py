@@ -17,7 +17,7 @@ from pipetransformer.demo.results import Result, told
 from pipetransformer.demo.run import clear_folder, write_results
 from pipetransformer.demo.settings import NUM_BLOCKS, RUNS, batches_of, num_frozen_in
 from pipetransformer.demo.trained_here import trainer_settings
-from tests.pipetransformer.report.test_pictures import run_of
+from tests.pipetransformer.report.test_page import step_of, write
 
 RESULTS = {
     "unfrozen": Result(60.0, 0.97, 0.02),
@@ -69,14 +69,12 @@ def test_results_are_drawn_and_written(tmp_path: Path) -> None:
         folder = settings.folder_of(run)
         result.write(folder)
         if run in ("unfrozen", "elastic"):
-            records = [{"step": 0, "elapsed_s": 0.0, **record} for record in run_of(2)]
-            lines = "".join(f"{json.dumps(record)}\n" for record in records)
-            (folder / "records.jsonl").write_text(lines)
+            write(folder, step_of(0), step_of(1))
     said = write_results(settings)
     assert said.startswith(told(RESULTS))
     folder = tmp_path / "demo"
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert "<html" in (folder / "report.html").read_text()
+    for page in ("report.html", "unfrozen/report.html"):
+        assert page in said and "<html" in (folder / page).read_text()
     assert json.loads((folder / "summary.json").read_text())["plain"]["seconds"] == 33.0
 
 

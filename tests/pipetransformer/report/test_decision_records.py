@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,8 @@ from freeze import (
     as_policy,
     checked_decision,
 )
-from pipetransformer.cli import main
-from pipetransformer.report import RecordedDecision, decision_table, read_decisions
+from pipetransformer.report import RECORDS_FILE, Record, read_decisions, read_records
+from pipetransformer.report.freeze_sections import decisions_section
 from pipetransformer.report.records import decision_fields
 from tests.helpers.models import tiny_trainer
 
@@ -158,38 +157,42 @@ def test_a_run_resumed_with_another_interval_has_one_line_of_decisions(tmp_path:
     assert [one.context.step for one in read_decisions(tmp_path)] == [0, 3, 6, 8, 12, 16]
 
 
-def recorded(policy: FreezePolicy, num: int, max_steps: int = 20) -> list[RecordedDecision]:
+def recorded(policy: FreezePolicy, num: int, max_steps: int = 20) -> list[Record]:
     """Ask a policy at so many steps in a row, and do what it says."""
-    found, since, resting = [], tuple[int, ...](), tuple[int, ...]()
+    found, since, resting = list[Record](), tuple[int, ...](), tuple[int, ...]()
     for step in range(num):
         seen = dataclasses.replace(context(step, lambda num: 1.0), max_steps=max_steps)
         seen = seen.as_frozen(since, resting)
         answer = checked_decision(policy, seen)
         since = since[: answer.num_frozen] + (step,) * (answer.num_frozen - len(since))
         resting = answer.resting
-        found.append(RecordedDecision(seen, answer.num_frozen, answer.reason))
+        decided = {"num_frozen": answer.num_frozen, "reason": answer.reason}
+        fields = decision_fields(seen, **decided, interval_s=0.0)
+        found.append({"kind": "decision", "step": step, "elapsed_s": 0.0, **fields})
     return found
 
 
-def rows(decisions: list[RecordedDecision]) -> list[str]:
-    return [" ".join(line.split()) for line in decision_table(decisions).splitlines()[1:]]
+def rows(decisions: list[Record]) -> list[str]:
+    """Return the page's rows, without the loss."""
+    table = decisions_section(decisions).table
+    return [" ".join(" ".join([*row[:4], row[5]]).split()) for row in table[1:]]
 
 
 def test_equal_decisions_in_a_row_are_one_line() -> None:
-    assert rows(recorded(NeverFreeze(), 1000)) == ["0 to 999 0 0 -> 0 keep"]
+    assert rows(recorded(NeverFreeze(), 1000)) == ["0 to 999 0 0 → 0 keep"]
     # Their reasons say how much of the run is done, which is no news.
     assert rows(recorded(Linear(begin=0.25, end=0.5, max_frozen=2), 20)) == [
-        "0 to 4 0 0 -> 0 keep: linear, at 0% of the run",
-        "5 0 0 -> 1 linear, at 25% of the run",
-        "6 to 9 0 1 -> 1 keep: linear, at 30% of the run",
-        "10 0 1 -> 2 linear, at 50% of the run",
-        "11 to 19 0 2 -> 2 keep: linear, at 55% of the run",
+        "0 to 4 0 0 → 0 keep: linear, at 0% of the run",
+        "5 0 0 → 1 linear, at 25% of the run",
+        "6 to 9 0 1 → 1 keep: linear, at 30% of the run",
+        "10 0 1 → 2 linear, at 50% of the run",
+        "11 to 19 0 2 → 2 keep: linear, at 55% of the run",
     ]
 
 
 def test_another_reason_is_another_line() -> None:
     policy = Guarded(Linear(begin=0.25, end=0.5, max_frozen=2), warmup=4, patience=2, at_once=1)
-    assert [line.split(" -> ")[1] for line in rows(recorded(policy, 9))] == [
+    assert [line.split(" → ")[1] for line in rows(recorded(policy, 9))] == [
         "0 keep: warm-up until step 4",
         "0 keep: linear, at 20% of the run",
         "0 keep: waiting, 1 of 2: linear, at 25% of the run",
@@ -202,14 +205,14 @@ def test_a_shadow_s_lines_say_what_would_have_changed_and_when() -> None:
     shadow = Shadow(Linear(begin=0.25, end=0.5, max_frozen=4))
     said = [line.split(":")[:2] for line in rows(recorded(shadow, 20))]
     assert [f"{line}:{would}" for line, would in said] == [
-        "0 to 4 0 0 -> 0 keep: would have 0 frozen",
-        "5 0 0 -> 0 keep: would have 1 frozen",
-        "6 0 0 -> 0 keep: would have 1 frozen",
-        "7 0 0 -> 0 keep: would have 2 frozen",
-        "8 0 0 -> 0 keep: would have 2 frozen",
-        "9 0 0 -> 0 keep: would have 3 frozen",
-        "10 0 0 -> 0 keep: would have 4 frozen",
-        "11 to 19 0 0 -> 0 keep: would have 4 frozen",
+        "0 to 4 0 0 → 0 keep: would have 0 frozen",
+        "5 0 0 → 0 keep: would have 1 frozen",
+        "6 0 0 → 0 keep: would have 1 frozen",
+        "7 0 0 → 0 keep: would have 2 frozen",
+        "8 0 0 → 0 keep: would have 2 frozen",
+        "9 0 0 → 0 keep: would have 3 frozen",
+        "10 0 0 → 0 keep: would have 4 frozen",
+        "11 to 19 0 0 → 0 keep: would have 4 frozen",
     ]
 
 
@@ -220,10 +223,10 @@ def other_rests(seen: FreezeContext) -> FreezeDecision:
 
 def test_layers_that_rest_are_told() -> None:
     assert rows(recorded(as_policy(other_rests), 8)) == [
-        "0 0 0 -> 0 the other one trains",
-        "1 to 3 0 0 -> 0 2 keep: the other one trains",
-        "4 0 0 -> 0 2 the other one trains",
-        "5 to 7 0 0 -> 0 3 keep: the other one trains",
+        "0 0 0 → 0 the other one trains",
+        "1 to 3 0 0 → 0 2 keep: the other one trains",
+        "4 0 0 → 0 2 the other one trains",
+        "5 to 7 0 0 → 0 3 keep: the other one trains",
     ]
     shadowed = rows(recorded(Shadow(as_policy(other_rests)), 8))
     assert [line.split()[0] for line in shadowed] == ["0", "1", "4", "5"]
@@ -231,9 +234,8 @@ def test_layers_that_rest_are_told() -> None:
 
 
 def test_a_run_is_reported_with_what_its_shadow_would_have_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
-    caplog.set_level(logging.ERROR)
     with tiny_trainer(
         freeze=Shadow(Linear(begin=0.4, max_frozen=1)),
         folder=tmp_path,
@@ -242,9 +244,7 @@ def test_a_run_is_reported_with_what_its_shadow_would_have_done(
         freeze_interval_steps=1,
     ) as trainer:
         trainer.fit()
-    assert main(["report", str(tmp_path), "--freeze"]) == 0
-    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert said[0] == "steps epoch frozen rested loss reason"
-    assert [line.split()[0] for line in said[1:4]] == ["0", "4", "5"]
-    assert said[1].endswith("would have 0 frozen: keep: linear, at 0% of the run")
-    assert said[2].endswith("keep: would have 1 frozen: linear, at 40% of the run")
+    said = rows(read_records(tmp_path / RECORDS_FILE))
+    assert [line.split()[0] for line in said] == ["0", "4", "5"]
+    assert said[0].endswith("would have 0 frozen: keep: linear, at 0% of the run")
+    assert said[1].endswith("keep: would have 1 frozen: linear, at 40% of the run")

@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plotly import graph_objects
 from torch import nn
 
 from freeze import FreezeSchedule, PaperRule
+from freeze.signals import gram, svcca
 from pipetransformer import Trainer
 from pipetransformer.checkpoint import lock_folder, may_be_live
 from pipetransformer.cli import main
+from pipetransformer.durable_files import replace_tensors
+from pipetransformer.elastic import PROBE_FOLDER
 from pipetransformer.report import RECORDS_FILE, latest_branch, read_records
 from pipetransformer.report import page as page_module
 from pipetransformer.report.page import run_is_over, watch_page, write_page
-from pipetransformer.report.pictures import CATEGORY_COLORS
+from pipetransformer.report.page_figures import CATEGORY_COLORS
 from pipetransformer.report.records import Record
 from pipetransformer.report.sections import sections_of
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
@@ -131,6 +135,8 @@ def test_parts_of_each_epoch_are_those_of_the_records(run_folder: Path) -> None:
     for name in CATEGORY_COLORS:
         bars = points(drawn[name.replace("_", "-")])
         assert bars == [(one["epoch"], one["breakdown"][name]) for one in epochs]
+    rates = points(drawn["samples per second"])
+    assert rates == [(one["epoch"], one["samples_per_s"]) for one in epochs]
 
 
 def test_looked_up_samples_and_bytes_are_those_of_the_records(run_folder: Path) -> None:
@@ -156,6 +162,27 @@ def test_signals_of_each_layer_are_those_of_the_decisions(run_folder: Path) -> N
     for layer in range(num_layers):
         values = [(one["step"], one["signals"]["gradient_norm"][layer]) for one in seen]
         assert points(drawn[f"layer {layer}"]) == values
+
+
+def test_each_layer_is_compared_with_its_last_look_also_where_there_are_more_than_ten(
+    tmp_path: Path,
+) -> None:
+    # In the files layer 10 comes before layer 2, and layer 0, always frozen, is in none.
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(2, 12, 6, 3, generator=generator, dtype=torch.float64)
+    (tmp_path / PROBE_FOLDER).mkdir()
+    for step, own in enumerate(outputs):
+        grams = {str(layer): gram(own[layer]) for layer in range(1, 12)}
+        replace_tensors(tmp_path / PROBE_FOLDER / f"step-{step:08d}.safetensors", grams)
+    write(tmp_path, *(decision_of(step, look_seconds=0.5) for step in range(2)))
+    write_page(tmp_path)
+    drawn = traces_in(page_of(tmp_path))
+    assert points(drawn["layer 0"]) == [(0, None), (1, None)]
+    for layer in range(1, 12):
+        first, last = outputs[:, layer]
+        similar = pytest.approx(svcca(gram(first), gram(last)))
+        assert points(drawn[f"layer {layer}"]) == [(0, similar), (1, pytest.approx(1.0))]
+    assert "2 looks at the probe batch took 1 s." in page_of(tmp_path)
 
 
 def test_tables_hold_all_transitions_reasons_and_seconds(run_folder: Path) -> None:
@@ -186,7 +213,7 @@ def test_the_traced_step_has_every_span_at_its_time(run_folder: Path) -> None:
 
 def test_plotly_accepts_every_figure(run_folder: Path) -> None:
     figures = figures_in(page_of(run_folder))
-    assert len(figures) == 10
+    assert len(figures) == 11
     for figure in figures:
         graph_objects.Figure(figure)  # Raises on a name or a value that it does not know.
 
@@ -327,13 +354,6 @@ def test_a_long_run_keeps_its_peaks_and_its_gaps(tmp_path: Path) -> None:
     assert "Of every 10 steps the lowest and the highest are drawn." in page_of(tmp_path)
 
 
-def test_alike_decisions_are_one_row(tmp_path: Path) -> None:
-    reasons = ["keep: 0.5 of 1", "keep: 0.7 of 1", "one more: 2"]
-    records = [decision_of(step, reason=reason) for step, reason in enumerate(reasons)]
-    (table,) = [s.table for s in sections_of(records, tmp_path) if s.title == "Decisions"]
-    assert [(row[0], row[-1]) for row in table[1:]] == [("0 to 1", reasons[0]), ("2", reasons[2])]
-
-
 def watched(folder: Path, moments: Iterator[tuple[Record, ...]]) -> list[str]:
     """Watch a run that records something at each pause; return the pages between."""
     pages = []
@@ -434,31 +454,17 @@ def test_a_run_is_over_when_it_says_so_and_has_not_gone_on(tmp_path: Path) -> No
         assert run_is_over(records) and ends[-1] == num_steps
 
 
-def test_the_command_writes_both_pictures(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run_folder / "report.html").unlink()
-    assert main(["report", str(run_folder)]) == 0
-    said = capsys.readouterr().out
-    for name in ("report.html", "report.png"):
-        assert str(run_folder / name) in said and (run_folder / name).stat().st_size > 10_000
-    assert main(["report", str(run_folder), "--watch"]) == 0  # It is over, so this ends.
-    assert "Ctrl-C ends that" in capsys.readouterr().out
-
-
-def test_the_command_draws_a_run_in_its_first_epoch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_writes_the_page_also_in_the_first_epoch(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, step_of(0))
-    assert main(["report", str(tmp_path)]) == 0
-    assert "no epoch is over yet, so that there is no report.png" in capsys.readouterr().out
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [RECORDS_FILE, "report.html"]
-
-
-def test_the_command_refuses_to_watch_decisions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", "run", "--watch", "--freeze"])
-    assert "not allowed with argument" in capsys.readouterr().err
+    for folder in (run_folder, tmp_path):
+        (folder / "report.html").unlink(missing_ok=True)
+        assert main(["report", str(folder)]) == 0
+        assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+        assert "<html" in page_of(folder)
+    assert main(["report", str(run_folder), "--watch"]) == 0  # It is over, so this ends.
+    assert "Ctrl-C ends that" in capsys.readouterr().out
 
 
 def test_a_page_without_plotly_names_its_extra(

@@ -1,0 +1,19 @@
+"""Give all figures of experiments one look."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """Make a figure of 110 pixels an inch; not pyplot's, which would be the caller's current."""
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    return Figure(figsize=(width_inches, height_inches), dpi=110, layout=layout)
+
+
+def open_frame(*panels: Axes) -> None:
+    """Hide the top and right sides of panels' frames."""
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
