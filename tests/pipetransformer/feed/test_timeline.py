@@ -143,6 +143,16 @@ def resumed(batch: int, other: int, max_steps: int | None, schedule: Any = "line
     return after
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_resumed_run_has_the_rates_of_one_that_went_on(
+    schedule: str | LearningRateSchedule,
+) -> None:
+    whole = Timeline(
+        TrainConfig(epochs=3, global_batch_size=8, learning_rate_schedule=schedule), 96, 0.1
+    )
+    assert factors(resumed(8, 8, None, schedule)) == factors(whole)[18:]
+
+
 # Steps of before were counted against the length in steps of now: from 18 of 36 on, of which 18
 # are left in batches twice as large, the rate was 0.
 @pytest.mark.parametrize(("batch", "other"), [(8, 16), (16, 8)])
