@@ -20,7 +20,7 @@ from transformers.trainer_callback import (
     ProgressCallback,
 )
 
-from pipetransformer.hf.kept_history import forget_history, keep_history, kept_history
+from pipetransformer.hf.kept_history import KeptHistory
 from pipetransformer.hf.pretrained_checkpoints import clear_pretrained, write_pretrained
 from pipetransformer.processes import told_by_rank_0
 from pipetransformer.report import Callback
@@ -77,6 +77,7 @@ class CallbackBridge(Callback):
         self.losses = StepLosses()
         self._args, self._writes_pretrained = args, writes_pretrained
         self._output_dir = Path(str(args.output_dir))
+        self._history = KeptHistory(self._output_dir)
         self.handler = CallbackHandler(
             [DefaultFlowCallback()], model, processing_class, None, None
         )
@@ -135,14 +136,14 @@ class CallbackBridge(Callback):
         self.losses.add(result)
         self.tell(trainer, "on_step_end")
         ends_epoch = trainer.epoch.is_integer() or trainer.is_over
-        if self._logs_at(self.state.global_step, ends_epoch):
+        flow = self._flow(ends_epoch)
+        if flow.should_log:
             logs = {"loss": self.losses.take(), "grad_norm": result.gradient_norm}
             self.log(trainer, {**logs, "learning_rate": trainer.learning_rate})
         if ends_epoch:
             self.tell(trainer, "on_epoch_end")
             if not trainer.is_over:
                 self.tell(trainer, "on_epoch_begin")
-        flow = self._flow_at(self.state.global_step, ends_epoch)
         if self.evaluate is not None and flow.should_evaluate:
             self.evaluate()
 
@@ -157,7 +158,7 @@ class CallbackBridge(Callback):
 
     def on_save(self, trainer: Any, folder: Path) -> None:
         if trainer.is_main_process:
-            keep_history(self._output_dir, self.state)
+            self._history.write_state(self.state)
             if self._writes_pretrained:
                 model, processing_class = self.handler.model, self.handler.processing_class
                 keep = trainer.config.keep_checkpoints
@@ -168,7 +169,8 @@ class CallbackBridge(Callback):
         """Log what the run took, and tell of its end; another run may then replace it."""
         if trainer.is_main_process and trainer.config.saves:
             # Before the totals: a run that goes on must not have them in its log.
-            keep_history(self._output_dir, self.state, is_over=True)
+            self._history.write_state(self.state)
+        self._history.close()
         self.log(trainer, metrics)
         self.tell(trainer, "on_train_end")
 
@@ -186,27 +188,19 @@ class CallbackBridge(Callback):
         state = self.state
         entry = {**logs, "epoch": state.epoch}
         state.log_history.append({**entry, "step": state.global_step})
+        self._history.add(state.log_history[-1])
         self.tell(trainer, "on_log", logs=entry)
 
     def _restore_log(self, trainer: Any) -> None:
         """Restore the log up to the step at which a resumed run goes on."""
-        step = trainer.global_step
-        if not step:
-            if trainer.is_main_process:  # They are of a run that this one replaces.
-                forget_history(self._output_dir)
-                clear_pretrained(self._output_dir)
-            return
-        read = partial(
-            kept_history,
-            self._output_dir,
-            step,
-            logs_at=self._logs_at,
-            num_samples=self.num_samples,
-            batch=trainer.config.global_batch_size,
-        )
-        self.state.log_history += told_by_rank_0(read, group=trainer.world.group)
-        if trainer.is_main_process and trainer.config.saves:
-            keep_history(self._output_dir, self.state)  # A run that was over goes on.
+        step, is_main = trainer.global_step, trainer.is_main_process
+        if step:
+            read = partial(self._history.read, step)
+            self.state.log_history += told_by_rank_0(read, group=trainer.world.group)
+        elif is_main:  # They are of a run that this one replaces.
+            clear_pretrained(self._output_dir)
+        if is_main and trainer.config.saves:
+            self._history.begin(self.state.log_history)
 
     def note(self, trainer: Any) -> None:
         """Copy the run's position."""
@@ -219,16 +213,12 @@ class CallbackBridge(Callback):
             best = trainer.report
             self.state.best_metric, self.state.best_global_step = best.best_metric, best.best_step
 
-    def _logs_at(self, step: int, ends_epoch: bool) -> bool:
-        return bool(self._flow_at(step, ends_epoch).should_log)
-
-    def _flow_at(self, step: int, ends_epoch: bool) -> TrainerControl:
-        """Return what transformers' own flow would ask for after a step."""
+    def _flow(self, ends_epoch: bool) -> TrainerControl:
+        """Return what transformers' own flow would ask for after this step."""
         flow, control = DefaultFlowCallback(), TrainerControl()
-        state = replace(self.state, global_step=step)
-        flow.on_step_end(self._args, state, control)
+        flow.on_step_end(self._args, self.state, control)
         if ends_epoch:
-            flow.on_epoch_end(self._args, state, control)
+            flow.on_epoch_end(self._args, self.state, control)
         return control
 
     def tell(self, trainer: Any, event: str, **facts: Any) -> None:

@@ -414,7 +414,7 @@ class HFTrainer(Evaluations):
         folder = {**settings, **self._settings}["folder"]
         if folder is None:
             return False
-        can_go_on = holds_checkpoint(Path(folder, CHECKPOINTS)) and not was_over(Path(self.folder))
+        can_go_on = holds_checkpoint(Path(folder, CHECKPOINTS)) and not was_over(Path(folder))
         return False if can_go_on else "replace"
 
     def _resumes(self, given: str | PathLike[str] | bool | None) -> bool:

@@ -1,6 +1,7 @@
 """Record a run, tell callbacks of it, show its progress, and draw it as a page.
 
 run_log           turns steps and transitions into records, progress and lines
+run_sums          what they add up to
 records           records.jsonl, written and read; decisions among them
 progress          the bar
 fit_report        the table at the end, and closing lines
@@ -10,7 +11,7 @@ page              report.html; sections, freeze_sections and trace_section are i
 
 from pipetransformer.report.callbacks import Callback, Events, check_callbacks
 from pipetransformer.report.fit_report import FitReport
-from pipetransformer.report.page import PAGE_FILE, watch_page, write_page
+from pipetransformer.report.page import PAGE_FILE, run_is_over, watch_page, write_page
 from pipetransformer.report.records import (
     RECORDS_FILE,
     Record,
@@ -26,5 +27,5 @@ from pipetransformer.report.tensorboard import TensorBoard
 __all__ = [
     "Callback", "Events", "FitReport", "PAGE_FILE", "RECORDS_FILE", "Record", "RecordedDecision",
     "RunLog", "TensorBoard", "check_callbacks", "finite", "latest_branch", "read_decisions",
-    "read_records", "watch_page", "write_page",
+    "read_records", "run_is_over", "watch_page", "write_page",
 ]  # fmt: skip

@@ -247,3 +247,11 @@ class StopAt(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
         if state.global_step >= self.step:
             control.should_training_stop = True
+
+
+class KilledAt(StopAt):
+    """End the run within a step, before it is saved."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        if state.global_step == self.step:
+            raise InterruptedError("killed")

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainerState
 
 from pipetransformer import CorruptCheckpointError
 from pipetransformer.checkpoint import CHECKPOINTS, open_latest
@@ -28,7 +27,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import read_sealed_json
 from pipetransformer.elastic import read_looks
 from pipetransformer.elastic.journal import read_journal
-from pipetransformer.hf.kept_history import HISTORY_FILE, keep_history
+from pipetransformer.hf.kept_history import KeptHistory
 from pipetransformer.processes import launcher_name
 from tests.helpers.checkpoints import fit_with_marks, stop_after
 from tests.helpers.marks import slow
@@ -46,7 +45,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three of four epochs, the second of which was the best; return the folder."""
     folder = tmp_path_factory.mktemp("stopped")
     stop_after(folder, 9, SETTINGS)
-    keep_history(folder, TrainerState(global_step=9, log_history=[{"loss": 0.1, "step": 9}]))
+    KeptHistory(folder).begin([{"loss": 0.1, "step": 9}])
     return folder
 
 
@@ -66,7 +65,7 @@ def read_back(folder: Path) -> dict[str, Any]:
         "journal": read_journal(folder / "journal.jsonl"),
         "looks": read_looks(folder / "probes"),
         "run": read_sealed_json(folder / "run.json"),
-        "history": read_sealed_json(folder / HISTORY_FILE),
+        "history": KeptHistory(folder).read(9),
     }
 
 

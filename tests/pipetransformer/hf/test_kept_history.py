@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 import transformers
 
+from pipetransformer.errors import CallbackError
 from pipetransformer.hf import kept_history
-from pipetransformer.hf.kept_history import keep_history
-from tests.helpers.hf_runs import SAVES, StopAt, made
+from pipetransformer.hf.kept_history import KeptHistory
+from tests.helpers.hf_runs import SAVES, KilledAt, StopAt, made
 
 History = list[dict[str, Any]]
 
@@ -76,81 +77,82 @@ def change_a_digit(path: Path) -> None:
     path.write_text(f"{text[:at]}3{text[at + 1 :]}")
 
 
+def history_in(folder: Path) -> History:
+    lines = (folder / "log_history.jsonl").read_text().splitlines()
+    return [json.loads(line)["log"] for line in lines]
+
+
 @pytest.mark.parametrize("damage", [tear, empty, change_a_digit, Path.unlink])
-@pytest.mark.parametrize("name", ["trainer_state.json", "log_history.json"])
-def test_a_run_goes_on_with_what_it_had_logged_whatever_became_of_its_files(  # noqa: PLR0913
+def test_transformers_own_file_costs_a_run_nothing(
+    tmp_path: Path, stopped_run: Path, whole_history: History, damage: Any
+) -> None:
+    shutil.copytree(stopped_run, tmp_path / "run")
+    path = tmp_path / "run" / "trainer_state.json"
+    damage(path)
+    assert_same(resumed(tmp_path / "run", SAVES), whole_history)
+    assert_same(history_in(tmp_path / "run"), whole_history)
+    # It is what transformers reads again.
+    assert transformers.TrainerState.load_from_json(str(path)).global_step == 8
+
+
+@pytest.mark.parametrize("damage", [tear, change_a_digit])
+def test_a_damaged_line_is_named_and_the_others_are_taken(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     stopped_run: Path,
     whole_history: History,
-    name: str,
     damage: Any,
 ) -> None:
     shutil.copytree(stopped_run, tmp_path / "run")
-    damage(tmp_path / "run" / name)
-    assert_same(resumed(tmp_path / "run", SAVES), whole_history)
-    warnings = [text for text in caplog.messages if "is taken from records.jsonl" in text]
-    if name == "log_history.json":
-        assert len(warnings) == 1 and name in warnings[0]
+    damage(tmp_path / "run" / "log_history.jsonl")
+    found = resumed(tmp_path / "run", SAVES)
+    (warning,) = [text for text in caplog.messages if "is damaged, and left out" in text]
+    number = int(warning.partition(", line ")[2].split()[0])
+    kept = [*whole_history[: number - 1]]
+    if damage is change_a_digit:
+        kept += whole_history[number:]
+    else:  # What stood behind the torn line is lost with it.
+        kept += [entry for entry in whole_history if entry["step"] > 4]
+    assert_same(found, kept)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_killed_run_has_what_it_logged_up_to_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole_history: History, is_lost: bool
+) -> None:
+    with pytest.raises(CallbackError, match="killed"):
+        with made(tmp_path, options=SAVES, callbacks=[KilledAt(6)]) as trainer:
+            trainer.train()
+    # The checkpoint is step 4's, so that step 5 is trained and logged again.
+    assert [entry["step"] for entry in history_in(tmp_path)] == [1, 2, 3, 4, 4, 5]
+    if is_lost:
+        (tmp_path / "log_history.jsonl").unlink()
+    found = resumed(tmp_path, SAVES)
+    if is_lost:
+        assert "what was logged until step 4 is lost: [Errno 2]" in caplog.text
+        assert [entry["step"] for entry in found] == [5, 6, 7, 8, 8]
     else:
-        assert not warnings
-    # It is what transformers reads again.
-    path = tmp_path / "run" / "trainer_state.json"
-    assert transformers.TrainerState.load_from_json(str(path)).global_step == 8
+        assert_same(found, whole_history)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"logging_steps": 3},
-        {"logging_strategy": "epoch"},
-        {"logging_steps": 3, "logging_first_step": True, "eval_strategy": "no"},
-    ],
-)
-def test_what_records_tell_is_what_was_logged(tmp_path: Path, options: dict[str, Any]) -> None:
-    options = {**SAVES, **options, "save_steps": 4}
-    stopped(tmp_path, options)
-    path = tmp_path / "log_history.json"
-    kept = json.loads(path.read_text())["content"]["history"]
-    path.unlink()
-    found = resumed(tmp_path, options)[: len(kept)]
-    assert kept and found == kept
-
-
-def test_steps_between_the_last_file_and_the_checkpoint_are_taken_from_records(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped_run: Path, whole_history: History
-) -> None:
-    # Killed after the checkpoint of step 4 was complete, and before its `on_save`.
-    shutil.copytree(stopped_run, tmp_path / "run")
-    path = tmp_path / "run" / "log_history.json"
-    history = json.loads(path.read_text())["content"]["history"]
-    older = [entry for entry in history if entry["step"] <= 2]
-    keep_history(path.parent, transformers.TrainerState(global_step=2, log_history=older))
-    assert_same(resumed(tmp_path / "run", SAVES), whole_history)
-    assert "is taken from records.jsonl" not in caplog.text
-
-
-def test_without_any_file_a_run_goes_on_and_says_what_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped_run: Path
-) -> None:
-    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
-    for name in ("log_history.json", "trainer_state.json", "records.jsonl"):
-        (tmp_path / name).unlink()
-    assert [entry["step"] for entry in resumed(tmp_path, SAVES)] == [5, 6, 7, 8, 8]
-    assert "is taken from records.jsonl" in caplog.text
+def test_a_script_s_numbers_are_kept_whatever_they_are_named(tmp_path: Path) -> None:
+    history = KeptHistory(tmp_path)
+    entry = {"check": 1.0, "loss": float("nan"), "step": 3}
+    history.begin([entry])
+    history.add({**entry, "step": 4})
+    assert str(KeptHistory(tmp_path).read(3)) == str([entry])
 
 
 def test_a_full_disk_costs_what_was_logged_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(path: Path, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    with mock.patch.object(kept_history, "replace_file", refuse):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "log_history.jsonl")
+    with mock.patch.object(kept_history, "LineFile") as lines:
+        lines.return_value.append.side_effect = full
         with made(tmp_path, options=SAVES) as trainer:
             assert trainer.train().global_step == 8
-    assert "is not kept: [Errno 28] No space left on device: '" in caplog.text
-    assert "log_history.json'; training goes on" in caplog.text
+    lost = [text for text in caplog.messages if "what was logged is not kept" in text]
+    assert len(lost) == 1 and lost[0].endswith("'log_history.jsonl'; training goes on")
 
 
 @pytest.mark.parametrize("asked", ["none", "tensorboard"])

@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from pipetransformer.checkpoint import CHECKPOINTS, open_checkpoint
 from pipetransformer.errors import CallbackError
 from pipetransformer.hf import Trainer
-from tests.helpers.hf_runs import SAVES, StopAt, arguments, made, rows
+from tests.helpers.hf_runs import SAVES, KilledAt, StopAt, arguments, made, rows
 from tests.helpers.inspection import bridge_of
 from tests.helpers.pool import Pool
 from tests.helpers.texts import pad_to_longest, tiny_bert
@@ -129,9 +129,9 @@ def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
 
 
 def test_a_run_that_could_go_on_is_not_replaced(tmp_path: Path) -> None:
-    with made(tmp_path, options=SAVES, callbacks=[StopAt(5)]) as trainer:
-        bridge_of(trainer).finish = lambda *given: None  # As if killed before.
-        trainer.train()
+    with pytest.raises(CallbackError, match="killed"):
+        with made(tmp_path, options=SAVES, callbacks=[KilledAt(5)]) as trainer:
+            trainer.train()
     with made(tmp_path, options=SAVES) as trainer:
         with pytest.raises(ValueError, match=r"already holds a run .*resume_from_checkpoint=True"):
             trainer.train()
