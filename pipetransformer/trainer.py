@@ -755,7 +755,7 @@ class Trainer:
         scale = self._deployment.loss_scale
         parts: dict[str, Part] = {
             "report": self.report,
-            "log": self._log,
+            "log": self._log.sums,
             "best": self._selection.best,
             "coming": self._coming,
             "model": DescribedModel(self._task.model.model),

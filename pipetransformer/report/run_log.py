@@ -1,16 +1,18 @@
-"""Turn a run's steps and events into records, progress, and one line for every transition."""
+"""Turn a run's steps and events into records, progress, and one line for every transition.
+
+What they add up to is in run_sums.
+"""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autodp import Topology, gather_json
+from autodp import Topology
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from freeze import FreezeContext
@@ -19,19 +21,23 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.elastic import Change, Decision
 from pipetransformer.feed import Clock
 from pipetransformer.processes import World
-from pipetransformer.report.fit_report import FitReport, cache_line, nothing_frozen_line
+from pipetransformer.report.fit_report import cache_line, nothing_frozen_line
 from pipetransformer.report.progress import Progress
 from pipetransformer.report.records import RecordListener, Records, decision_fields
+from pipetransformer.report.run_sums import RunSums
 from pipetransformer.stage import StepResult
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Collect a rank's times; write and show the run's on rank 0.
+    """Write and show a run's course on rank 0.
 
     Args:
         freezes: whether the policy may freeze something.
+    Attributes:
+        sums: what the run adds up to, on every rank.
+        report: the sums' part for users.
     """
 
     def __init__(self, world: World, config: TrainConfig, *, freezes: bool) -> None:
@@ -40,17 +46,14 @@ class RunLog:
         self._listener: RecordListener | None = None
         self._progress = Progress(is_shown=config.progress and world.is_main, label=config.label)
         self._is_finished = False
-        self._spent: defaultdict[str, float] = defaultdict(float)
-        self._epoch_samples = 0
-        self._epoch_loss = 0.0
         self._num_done = 0
         self._accuracy = "-"
         self._changed_step = 0
-        self._depth_before = 0
         self._has_frozen, self._num_asked = False, 0
         self._last_asked: tuple[int, str, FreezeContext] | None = None
         self._described: tuple[Decision, dict[str, int]] | None = None
-        self.report = FitReport()
+        self.sums = RunSums(world)
+        self.report = self.sums.report
 
     def listen(self, listener: RecordListener) -> None:
         """Call a listener with rank 0's records; comes before `open`."""
@@ -75,7 +78,7 @@ class RunLog:
             cache_bytes: the most that a node's cache may take; 0 where nothing is cached.
             unused: columns of the training set that the model does not take.
         """
-        self._profile, self._num_done = profile, clock.step
+        self.sums.profile, self._num_done = profile, clock.step
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
         if cache_bytes:
@@ -119,29 +122,9 @@ class RunLog:
         self, result: StepResult, *, decision: Decision, clock: Clock, num_samples: int
     ) -> None:
         """Record a training step; the clock is of that step."""
-        hits, misses, upgrades = result.cache_hits, result.cache_misses, result.cache_upgrades
-        self.report.seconds += result.seconds
-        self.report.samples += num_samples
         self._num_done = clock.step + 1
-        self.report.cache_hits += hits
-        self.report.cache_misses += misses
-        self.report.cache_upgrades += upgrades
-        if hits:
-            self.report.cache_spared_s += hits * self._forward_s(decision.num_frozen)
-        if upgrades:
-            self.report.cache_spared_s += upgrades * self._forward_s(self._depth_before)
-        for category, spent_s in result.breakdown.items():
-            self._spent[category] += spent_s
-        self._reassign("data", "cache", result.stats.seconds)
-        # Waiting for messages counts as bubble; the profile's link tells which part is transfer.
-        transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
-        self._reassign("bubble", "transfer", transfer_s)
-        self._epoch_samples += num_samples
-        self._epoch_loss += result.loss * num_samples
         shape = self._shape(decision)
-        self.report.training_loss = self._epoch_loss / max(self._epoch_samples, 1)
-        self.report.frozen = shape["frozen"]
-        self.report.length, self.report.replicas = shape["length"], shape["replicas"]
+        self.sums.add_step(result, decision, shape, num_samples)
         if self._records is not None:
             self._records.log(
                 "step",
@@ -152,9 +135,9 @@ class RunLog:
                 loss=result.loss,
                 seconds=result.seconds,
                 **shape,
-                cache_hits=hits,
-                cache_misses=misses,
-                cache_upgrades=upgrades,
+                cache_hits=result.cache_hits,
+                cache_misses=result.cache_misses,
+                cache_upgrades=result.cache_upgrades,
                 gradient_norm=result.gradient_norm,
             )
         fields = partial(self._fields, result, shape, clock.epoch, num_samples)
@@ -179,20 +162,13 @@ class RunLog:
     def change(self, change: Change) -> None:
         """Record a decision and its transition between two steps."""
         decision, before = change.decision, change.before
-        if before is not None and before.num_frozen < decision.num_frozen:
-            self._depth_before = before.num_frozen
         self._has_frozen |= bool(decision.num_frozen or decision.resting)
-        # The start's seconds are setup, and not the run's.
-        spent_s = change.observe_s + (change.seconds if before else 0.0)
-        self.report.seconds += spent_s
-        carried_s = change.seconds if before and change.is_transition else 0.0
-        self._spent["transition"] += carried_s
-        self._spent["deciding"] += spent_s - carried_s
+        deciding_s = self.sums.add_change(change)
         if change.context is not None:
             self._num_asked += 1
             self._last_asked = decision.step, decision.reason, change.context
             if self._records is not None:
-                self._record_decision(change, change.context, spent_s - carried_s)
+                self._record_decision(change, change.context, deciding_s)
         if change.is_transition:
             topology = self._topology(decision)
             if topology.spares and (before is None or before.plan.length != topology.length):
@@ -253,26 +229,10 @@ class RunLog:
 
     def epoch(self, step: int, epoch: int, *, partial: bool = False) -> None:
         """Record an epoch that is over, or is partial as the run ends within it. Collective."""
-        gathered = gather_json(dict(self._spent), group=self._world.group)
-        breakdown = {
-            key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
-            for key in sorted({key for one in gathered for key in one})
-        }
-        seconds = sum(breakdown.values())
-        self._record(
-            "epoch",
-            step,
-            epoch=epoch,
-            seconds=seconds,
-            breakdown=breakdown,
-            loss=self._epoch_loss / max(self._epoch_samples, 1),
-            samples_per_s=self._epoch_samples / max(seconds, 1e-9),
-            cache_bytes=self.report.cache_bytes,
-            **({"partial": True} if partial else {}),
-        )
+        more = {"partial": True} if partial else {}
+        self._record("epoch", step, epoch=epoch, **self.sums.of_epoch(), **more)
         if not partial:  # A resume goes on with a partial epoch's sums.
-            self._spent.clear()
-            self._epoch_samples, self._epoch_loss = 0, 0.0
+            self.sums.begin_epoch()
 
     def evaluation(self, step: int, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         self.report.metrics, self.report.evaluated_at = metrics, step
@@ -286,23 +246,9 @@ class RunLog:
         seconds = {"seconds": saved.stopped_s, "written_s": saved.written_s}
         self._record("checkpoint", saved.step, **seconds, bytes=saved.num_bytes)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's part of the unfinished epoch, as plain values."""
-        sums = {"samples": self._epoch_samples, "loss": self._epoch_loss}
-        return {"spent": dict(self._spent), **sums}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
-        self._spent = defaultdict(float, state["spent"])
-        self._epoch_samples, self._epoch_loss = state["samples"], state["loss"]
-
     def _record(self, kind: str, step: int, **fields: Any) -> None:
         if self._records is not None:
             self._records.log(kind, step, **fields)
-
-    def _reassign(self, source: str, category: str, seconds: float) -> None:
-        self._spent[source] -= seconds
-        self._spent[category] += seconds
 
     def _topology(self, decision: Decision) -> Topology:
         return self._world.topology(decision.plan.length)
@@ -339,31 +285,6 @@ class RunLog:
         versions = self._config.weight_versions
         schedule = decision.plan.manner + (f", {versions} weights" if versions else "")
         return f"{text.format(**self._shape(decision))}{shared} ({schedule})"
-
-    def _forward_s(self, num_frozen: int) -> float:
-        """Return the measured seconds of a forward through the frozen layers, per sample."""
-        profile = self._profile
-        costs = [one.forward_s[-1] for one in profile.sublayers if one.layer < num_frozen]
-        return sum(costs) / profile.batch_sizes[-1]
-
-    def _transfer_s(self, decision: Decision, num_samples: int) -> float:
-        """Estimate this rank's time for receiving messages in a step."""
-        plan, link = decision.plan, self._profile.link
-        if plan.length == 1:
-            return 0.0
-        topology = self._topology(decision)
-        if topology.is_spare(self._world.rank):
-            return 0.0
-        stage = topology.stage_of(self._world.rank)
-        per_replica = num_samples / topology.replicas
-        total_s = 0.0
-        # Activations come over the boundary below, gradients over the one above; the first and
-        # the last of `boundaries` are the model's ends.
-        for boundary in plan.boundaries[max(stage, 1) : min(stage + 2, plan.length)]:
-            sample_bytes = self._profile.sublayers[boundary - 1].output_bytes
-            total_s += plan.num_micro_batches * link.latency_s
-            total_s += per_replica * sample_bytes / link.bytes_per_s
-        return total_s
 
     def _warn_of_spares(self, topology: Topology) -> None:
         if self._world.is_main:
