@@ -43,7 +43,7 @@ def is_list(value: Any) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    """Tell whether a value is a number above 0. A NaN is not."""
+    """Return whether a value is a number above 0. A NaN is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 

@@ -4,7 +4,7 @@ hf_trainer: train, save ─┬─► evaluations: evaluate and predict, also wit
                          ├─► script_loss: a subclass's compute_loss
                          ├─► training_arguments: settings, or what is refused
                          └─► callback_bridge: transformers' callbacks
-                               ├─► kept_history: the log, for a run that goes on
+                               ├─► log_history: the log, for a run that goes on
                                └─► pretrained_checkpoints: for from_pretrained
 
     from pipetransformer.hf import Trainer    # instead of: from transformers import Trainer

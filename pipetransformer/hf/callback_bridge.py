@@ -20,7 +20,7 @@ from transformers.trainer_callback import (
     ProgressCallback,
 )
 
-from pipetransformer.hf.kept_history import KeptHistory
+from pipetransformer.hf.log_history import LogHistory
 from pipetransformer.hf.pretrained_checkpoints import clear_pretrained, write_pretrained
 from pipetransformer.processes import told_by_rank_0
 from pipetransformer.report import Callback
@@ -77,7 +77,7 @@ class CallbackBridge(Callback):
         self.losses = StepLosses()
         self._args, self._writes_pretrained = args, writes_pretrained
         self._output_dir = Path(str(args.output_dir))
-        self._history = KeptHistory(self._output_dir)
+        self._history = LogHistory(self._output_dir)
         self.handler = CallbackHandler(
             [DefaultFlowCallback()], model, processing_class, None, None
         )

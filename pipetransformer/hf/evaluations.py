@@ -234,7 +234,7 @@ class Evaluations(ABC):
         return self._judged(prediction, "eval")
 
     def _is_labelled(self, dataset: SizedDataset) -> bool:
-        """Tell whether a data set's first sample has all targets of the loss, or is given them."""
+        """Return whether a data set's first sample has, or is given, all targets of the loss."""
         with own_random_numbers(torch.device("cpu")):  # An augmenting data set may draw some.
             first = dataset[0]
             if not isinstance(first, Mapping):

@@ -36,8 +36,8 @@ from pipetransformer.hf.evaluations import (
     MeasuredCollate,
     loss_without_targets,
 )
-from pipetransformer.hf.kept_history import was_over
 from pipetransformer.hf.label_counts import divided_by_labels
+from pipetransformer.hf.log_history import was_over
 from pipetransformer.hf.pretrained_checkpoints import pretrained
 from pipetransformer.hf.script_loss import ScriptLoss
 from pipetransformer.hf.training_arguments import (
@@ -231,11 +231,11 @@ class HFTrainer(Evaluations):
         self._bridge.remove(callback)
 
     def is_world_process_zero(self) -> bool:
-        """Tell whether this process is rank 0."""
+        """Return whether this process is rank 0."""
         return bool(self.state.is_world_process_zero)
 
     def is_local_process_zero(self) -> bool:
-        """Tell whether this process is the first of its node."""
+        """Return whether this process is the first of its node."""
         return bool(self.state.is_local_process_zero)
 
     def create_model_card(self, **facts: Any) -> None:
@@ -365,7 +365,7 @@ class HFTrainer(Evaluations):
         return dataset if self._is_labelled(dataset) else None
 
     def _evaluates_itself(self) -> bool:
-        """Tell whether evaluations in a run are calls of `evaluate`, not our Trainer's own.
+        """Return whether evaluations in a run are calls of `evaluate`, not our Trainer's own.
 
         Raises:
             ValueError: there is nothing to evaluate.
@@ -418,7 +418,7 @@ class HFTrainer(Evaluations):
         return False if can_go_on else "replace"
 
     def _resumes(self, given: str | PathLike[str] | bool | None) -> bool:
-        """Tell whether a run goes on; a folder must be the run's own."""
+        """Return whether a run goes on; a folder must be the run's own."""
         as_words = {"true": True, "false": False}  # As command lines give them.
         if isinstance(given, str) and given.lower() in as_words and not Path(given).exists():
             return as_words[given.lower()]

@@ -108,7 +108,7 @@ class ScriptLoss:
 
 
 def answers_questions(model: Any) -> bool:
-    """Tell whether a model returns start and end logits, which are one (..., 2) output here."""
+    """Return whether a model returns start and end logits, which are one (..., 2) output here."""
     kinds = type(unwrapped(model)).__mro__
     return any(kind.__name__.endswith("ForQuestionAnswering") for kind in kinds)
 

@@ -71,7 +71,7 @@ for (const figure of document.querySelectorAll(".figure"))
 
 
 def write_page(folder: Path, *, reload_s: float | None = None) -> bool:
-    """Write report.html into a run's folder, whole or not at all; tell whether the run is over.
+    """Write report.html into a run's folder, whole or not at all; return whether the run is over.
 
     Args:
         reload_s: seconds after which an open page loads itself again, unless the run is over.
@@ -137,7 +137,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def run_is_over(records: list[Record]) -> bool:
-    """Tell whether a run has said that it is over, and has not gone on since."""
+    """Return whether a run has said that it is over, and has not gone on since."""
     marks = [record["kind"] for record in records if record["kind"] in ("step", "end")]
     return marks[-1:] == ["end"]
 

@@ -27,7 +27,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import read_sealed_json
 from pipetransformer.elastic import read_looks
 from pipetransformer.elastic.journal import read_journal
-from pipetransformer.hf.kept_history import KeptHistory
+from pipetransformer.hf.log_history import LogHistory
 from pipetransformer.processes import launcher_name
 from tests.helpers.checkpoints import fit_with_marks, stop_after
 from tests.helpers.marks import slow
@@ -45,7 +45,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train three of four epochs, the second of which was the best; return the folder."""
     folder = tmp_path_factory.mktemp("stopped")
     stop_after(folder, 9, SETTINGS)
-    KeptHistory(folder).begin([{"loss": 0.1, "step": 9}])
+    LogHistory(folder).begin([{"loss": 0.1, "step": 9}])
     return folder
 
 
@@ -65,7 +65,7 @@ def read_back(folder: Path) -> dict[str, Any]:
         "journal": read_journal(folder / "journal.jsonl"),
         "looks": read_looks(folder / "probes"),
         "run": read_sealed_json(folder / "run.json"),
-        "history": KeptHistory(folder).read(9),
+        "history": LogHistory(folder).read(9),
     }
 
 

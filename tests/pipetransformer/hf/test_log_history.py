@@ -14,8 +14,8 @@ import pytest
 import transformers
 
 from pipetransformer.errors import CallbackError
-from pipetransformer.hf import kept_history
-from pipetransformer.hf.kept_history import KeptHistory
+from pipetransformer.hf import log_history
+from pipetransformer.hf.log_history import LogHistory
 from tests.helpers.hf_runs import SAVES, KilledAt, StopAt, made
 
 History = list[dict[str, Any]]
@@ -136,18 +136,18 @@ def test_a_killed_run_has_what_it_logged_up_to_its_checkpoint(
 
 
 def test_a_script_s_numbers_are_kept_whatever_they_are_named(tmp_path: Path) -> None:
-    history = KeptHistory(tmp_path)
+    history = LogHistory(tmp_path)
     entry = {"check": 1.0, "loss": float("nan"), "step": 3}
     history.begin([entry])
     history.add({**entry, "step": 4})
-    assert str(KeptHistory(tmp_path).read(3)) == str([entry])
+    assert str(LogHistory(tmp_path).read(3)) == str([entry])
 
 
 def test_a_full_disk_costs_what_was_logged_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "log_history.jsonl")
-    with mock.patch.object(kept_history, "LineFile") as lines:
+    with mock.patch.object(log_history, "LineFile") as lines:
         lines.return_value.append.side_effect = full
         with made(tmp_path, options=SAVES) as trainer:
             assert trainer.train().global_step == 8

@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @final
-class KeptHistory:
+class LogHistory:
     """Write and read the log in a run's folder; where that fails, warn. For rank 0 only."""
 
     def __init__(self, folder: Path) -> None:
