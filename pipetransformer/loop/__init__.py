@@ -1,11 +1,11 @@
 """Freeze a model's bottom blocks, and cache what they compute, in a training loop of one's own.
 
-cached_loop: a loop, epoch by epoch ──────┬─► row_service: the feed, and batches of its rows
-  └─► epoch_policy: asks a policy         │     ├─► loaders: have a loader give indices
-callbacks of transformers and Lightning   │     ├─► batch_form, pieces: the form of its batches
-  └─► serving_observer: what they share ──┘     └─► short_forward: start above frozen blocks
-                                                      └─► forward_call: which rows is it of?
-                                                            └─► batch_entry: says so itself
+cached_loop: a loop, epoch by epoch ──────┬─► row_service: freezes, serves
+  └─► epoch_policy: asks a policy         │     ├─► loop_model: what a look at the model finds
+callbacks of transformers and Lightning   │     ├─► frozen_blocks; loaders: give indices
+  └─► serving_observer: what they share ──┘     └─► row_batches: of batch_form, pieces
+                                                      ├─► short_forward: from frozen blocks up
+                                                      └─► forward_call, batch_entry: whose rows?
 """
 
 from __future__ import annotations

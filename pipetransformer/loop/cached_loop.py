@@ -40,7 +40,8 @@ from pipetransformer.loop.epoch_policy import EpochPolicy
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.randomness import generators_kept
-from pipetransformer.loop.row_service import RowService, check_settings
+from pipetransformer.loop.row_service import RowService
+from pipetransformer.loop.settings import check_settings
 from pipetransformer.loop.short_forward import learning
 from pipetransformer.model import refuse_no_module, refuse_wrapper
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor
 
 from autopipe.random_state import random_state
-from pipetransformer.feed import own_random_numbers
+from pipetransformer.feed import SampleFeed, Samples, own_random_numbers
+
+_LOGGER = logging.getLogger(__name__)
+_MOST_READ = 16
+"""Samples at which it is looked whether reading draws random numbers."""
 
 
 def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> tuple[bool, bool]:
@@ -28,6 +33,36 @@ def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> 
         read()
         after = [state() for state in _own_states(owners)]
         return random_state(_CPU) != before, after != own
+
+
+def warn_of_draws(feed: SampleFeed, samples: Samples, *, is_read_here: bool) -> None:
+    """Give up the cache where reading samples draws what the loop would miss.
+
+    Args:
+        is_read_here: whether the loop's own process reads samples, and not a worker.
+    """
+    dataset: Any = samples.dataset
+    owners = (dataset, samples.collation.function)
+    ids = samples.spread(_MOST_READ)
+    drawn = [draws_in_reading(partial(dataset.__getitem__, index), owners) for index in ids]
+    draws, draws_own = map(any, zip(*drawn, strict=True))
+    if not feed.may_cache or not (draws or draws_own):
+        return
+    if draws and is_read_here:
+        feed.give_up()
+        _LOGGER.warning(
+            "no cache: the data set draws random numbers when a sample is read, without "
+            "effect on those that were looked at; without the reads the loop's own random "
+            "numbers would be others. Draw from a generator of the data set's own, or read by "
+            "workers"
+        )
+    else:
+        _LOGGER.warning(
+            "the data set draws random numbers when a sample is read, without effect on the "
+            "%d that were looked at: a change that is seldom cannot be seen, and would be "
+            "kept in rows. Where there is one, freeze without rows by freeze.apply",
+            len(ids),
+        )
 
 
 _CPU = torch.device("cpu")

@@ -21,7 +21,8 @@ from torch import nn
 from autocache import CacheStats
 from freeze import FreezeChoice, chosen_policy
 from freeze.advisor import Observer
-from pipetransformer.loop.row_service import RowService, check_settings
+from pipetransformer.loop.row_service import RowService
+from pipetransformer.loop.settings import check_settings
 
 
 class ServingObserver(Observer):

@@ -1,0 +1,223 @@
+"""Look at a loop's model and at its loader's samples, as the loop gives them to the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from autocache import HIDDEN
+from autopipe.loss import Loss
+from freeze.in_place import list_before
+from pipetransformer.config import TrainConfig
+from pipetransformer.feed import HeldTargets, Samples
+from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
+from pipetransformer.loop.data_watch import DataWatch
+from pipetransformer.loop.forward_call import LoopCall
+from pipetransformer.loop.model_watch import left_alone
+from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.loop.pieces import Pieces, in_pieces
+from pipetransformer.loop.replaced_forward import in_own_forward
+from pipetransformer.loop.settings import LoopSettings
+from pipetransformer.model import (
+    ForwardFailedError,
+    LayeredModel,
+    Task,
+    adamw,
+    names_of,
+    present,
+    row_of,
+)
+
+_LOGGER = logging.getLogger(__name__)
+
+_UNTIED_LATE = (
+    "tied_weights='untie' gives the head a copy of the embedding, but the loop's optimizer was "
+    "built before, and would never train it. Untie the model before you build the optimizer: "
+    "head = model.get_output_embeddings(); "
+    "head.weight = torch.nn.Parameter(head.weight.detach().clone()); "
+    "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
+)
+
+
+@final
+class LoopModel:
+    """Hold what is known of a model and a loader's samples, for one way of calling the model.
+
+    Args:
+        loader: torch's own, below those that wrap it.
+        whole_form: of its batches.
+        calls: of the model, one for each column of the loader's batches.
+    Raises:
+        TypeError, ValueError: the model cannot be cut, or the samples do not fit it.
+
+    Attributes:
+        pieces: which rows of a column belong to a sample.
+        form: of batches of pieces.
+        samples: of pieces; `whole`: as the data set has them.
+        example: inputs of two samples, (N, ...) each.
+        task: the model, with a loss that nobody asks for.
+        partial: runs it up to a block.
+        is_read_here: whether the loop's own process reads samples, and not a worker.
+        blocks: the model's row of blocks, bottom first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: DataLoader[Any],
+        whole_form: BatchForm,
+        calls: tuple[LoopCall, ...],
+        settings: LoopSettings,
+    ) -> None:
+        self.calls, call = calls, calls[0]
+        self.is_read_here = not loader.num_workers
+        self.pieces = pieces = _pieces(whole_form, calls)
+        self.form = whole_form.in_pieces(pieces)
+        config = settings.config(loader)
+        if pieces.num > 1 and config.cache_views is not None:
+            raise ValueError(
+                "cache_views= keeps no views of samples with several rows; leave it out"
+            )
+        function = loader.collate_fn
+        self.collation = collation = _collation(model, calls, self.form, function, pieces)
+        if odd := [name for name in settings.reads if name not in whole_form.names]:
+            raise ValueError(f"reads= names {odd}; batches have {[*whole_form.names]}")
+        dataset: Any = in_pieces(loader.dataset, pieces.num)
+        self.samples = Samples(dataset, collation, config.seed)
+        self.whole = Samples(loader.dataset, collation, config.seed)  # type: ignore[arg-type]
+        self.data = DataWatch(loader.dataset, [n for one in calls for n in one.parameters])
+        had = {id(parameter) for parameter in model.parameters()}
+        device = next(model.parameters()).device
+        with left_alone(model, device), in_own_forward(model):
+            middle = len(loader.dataset) // 2 * pieces.num  # type: ignore[arg-type]
+            self.example = self.samples.probe([0, middle])
+            layered = self._presented(model, config, settings)
+            if "cache_check" not in settings.cache and not HeldTargets(self.samples).knows():
+                # A corrected label is seen in its sample alone, so each sample is read.
+                config = replace(config, cache_check="all")
+        if any(id(parameter) not in had for parameter in model.parameters()):
+            raise ValueError(_UNTIED_LATE)
+        _refuse_lists_before(model, layered)
+        trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+        self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
+        self.partial = PartialForward(self.task, self.example, call)
+        self.blocks: Sequence[nn.Module] = row_of(layered).blocks
+
+    def _presented(
+        self, model: nn.Module, config: TrainConfig, settings: LoopSettings
+    ) -> LayeredModel:
+        """Return what the example shows of the model."""
+        call = self.calls[0]
+        return present(
+            model,
+            self.example,
+            F.cross_entropy,
+            unties=config.tied_weights == "untie",
+            keeps_to_labels=settings.keeps_to_labels,
+            beside=self.collation.targets,
+            constants=call.constants,
+            gives_labels=bool(call.targets),
+            ignores_padding=settings.ignores_padding,
+            needs=call.needs,
+        )
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Name the inputs that are read above the blocks, too."""
+        return self.task.model.sides_of(0, len(self.task.model.sublayers))
+
+    def expect(self, call: LoopCall) -> None:
+        """Take another call for the model's only one: it has the rows of the one before."""
+        self.calls, self.partial.call = (call,), call
+
+    def watched(self, depth: int) -> Iterator[nn.Module]:
+        """Yield the modules that may change what so many blocks return, and those around them."""
+        row = self.partial.row
+        above = {part for block in row.blocks[depth:] for part in block.modules()}
+        for module in self.task.model.model.modules():
+            if module not in above and (
+                module not in row.called_above or module in row.called_below
+            ):
+                yield module
+
+    def run_blocks(self, batch: Mapping[str, Tensor], first: int, last: int) -> Tensor:
+        """Run frozen blocks on samples' entries, or on what the last one of `first` returns."""
+        entries = {name: entry for name, entry in batch.items() if name in self.task.model.inputs}
+        hidden = batch[HIDDEN] if first else None
+        return self.partial(entries, first=first, last=last, hidden=hidden)[0]
+
+
+def look_at(
+    model: nn.Module,
+    loader: DataLoader[Any],
+    whole_form: BatchForm,
+    calls: tuple[LoopCall, ...],
+    settings: LoopSettings,
+) -> LoopModel:
+    """Look at a model, with its labels where it does not run without them; see `LoopModel`."""
+    try:
+        return LoopModel(model, loader, whole_form, calls, settings)
+    except ForwardFailedError:
+        labels = calls[0].targets
+        if not labels:
+            raise
+        # A decoder whose inputs are made of labels: they are inputs as others are.
+        given = tuple(
+            replace(one, parameters={**one.parameters, **labels}, targets={}) for one in calls
+        )
+        return LoopModel(model, loader, whole_form, given, settings)
+
+
+def _refuse_lists_before(model: nn.Module, layered: LayeredModel) -> None:
+    before = list_before(model, row_of(layered).blocks)
+    if before is not None:
+        raise ValueError(
+            f"{before!r}, a list of equal blocks, lies before the row of blocks that can be "
+            "cached, and would freeze as a whole with block 0. To freeze so on purpose, do it "
+            "without rows: freeze.apply(model, n, layers=...), bottom first"
+        )
+    _LOGGER.info("blocks freeze in the order of %r", row_of(layered).name)
+
+
+def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:
+    """Number the rows that samples have in what a loop gives its model."""
+    for call in calls:
+        if len({form.rows[name] for name in call.parameters}) > 1:
+            raise ValueError(
+                f"the model is given {[*call.parameters]} at once, and samples have other numbers "
+                "of rows in some than in others, or in another order: collate them alike"
+            )
+    return Pieces(tuple(form.rows[next(iter(call.parameters))] for call in calls))
+
+
+def _collation(
+    model: nn.Module,
+    calls: tuple[LoopCall, ...],
+    form: BatchForm,
+    collate_fn: Any,
+    pieces: Pieces,
+) -> LoaderCollation:
+    given, reserved = tuple(dict(c.parameters) for c in calls), frozenset(names_of(model).inputs)
+    known = {name for parameters in given for name in parameters}
+    targets = tuple(beside(n, reserved) for n in form.names if n not in known)
+    inputs = tuple(given[0].values())
+    return LoaderCollation(
+        names=(*inputs, *targets),
+        inputs=inputs,
+        targets=targets,
+        needs_targets=False,
+        # Pieces are taken out of what the function makes, whatever it is.
+        function=None if collate_fn is default_collate and pieces.num == 1 else collate_fn,
+        drops_unknown=False,
+        form=form,
+        collate_fn=collate_fn,
+        calls=given,
+        reserved=reserved,
+        pieces=pieces,
+    )

@@ -1,0 +1,299 @@
+"""Give a loader batches whose entries know the rows of their samples."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from autocache import HIDDEN
+from pipetransformer.feed import FrozenPrefix, SampleFeed, own_random_numbers
+from pipetransformer.loop.forward_call import LoopCall, RowBatch
+from pipetransformer.loop.loop_model import LoopModel
+from pipetransformer.loop.model_watch import ModelWatch
+from pipetransformer.loop.randomness import warn_of_draws
+from pipetransformer.loop.rounding import compare_rounded
+from pipetransformer.loop.settings import LoopSettings
+from pipetransformer.loop.short_forward import ShortForward
+from pipetransformer.processes import World
+
+_LOGGER = logging.getLogger(__name__)
+
+_IF_RANDOM = (
+    "cache_views= keeps a few fixed views of each sample; or change in the loop, behind the data "
+    "set, what is to vary"
+)
+
+
+@final
+@dataclass(frozen=True)
+class _Coming:
+    """Name a batch to come: its epoch, what its sampler has drawn, and the samples, (B,)."""
+
+    epoch: int
+    indices: list[int]
+    ids: Tensor
+
+
+@dataclass
+class LoopPlace:
+    """Say where a loop is.
+
+    Attributes:
+        num_samples: of its data set, as it began.
+        epoch: of the loop.
+        edit_epoch: in which samples were edited in memory last.
+        numbers: of batches.
+        to_come: its batches.
+        tells_rounding: whether it is yet to be said what rounded rows change.
+    """
+
+    num_samples: int
+    epoch: int = 0
+    edit_epoch: int = 0
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    to_come: deque[_Coming] = field(default_factory=deque)
+    tells_rounding: bool = False
+
+
+@final
+class RowBatches:
+    """Make batches in a loader's form, and have the model's forward know their rows.
+
+    Args:
+        learn: see `ShortForward`.
+    Attributes:
+        feed: samples, and rows of them.
+        forward: of the model, from rows.
+    """
+
+    def __init__(
+        self,
+        known: LoopModel,
+        world: World,
+        place: LoopPlace,
+        settings: LoopSettings,
+        *,
+        learn: Callable[[LoopCall], ShortForward],
+    ) -> None:
+        self._known, self._task, self._world, self._place = known, known.task, world, place
+        self._device = next(self._task.model.model.parameters()).device
+        self._is_made_of_rows = known.form.is_whole and not settings.reads
+        prefix = FrozenPrefix(self._task, known.run_blocks)
+        self.feed = SampleFeed(
+            prefix,
+            world,
+            known.samples,
+            to_come=self._fetches_to_come,
+            keeps=self._task.config.cache_views or 1,
+            augments=True,
+        )
+        self.feed.copies = True  # A loop may keep its batches.
+        self.feed.advice = _IF_RANDOM
+        with own_random_numbers(self._device):
+            self.feed.look_for_randomness()
+        if self._task.config.cache_views is None:  # Else each view is drawn under its own seed.
+            warn_of_draws(self.feed, known.whole, is_read_here=known.is_read_here)
+        # Last, as it hooks into the model.
+        self.forward = ShortForward(
+            prefix,
+            known.calls,
+            ModelWatch(known.watched(0)),
+            learn=learn,
+            renew=self._renew,
+            read=self._read_inputs,
+        )
+
+    def announce(self, drawn: Sequence[list[int]]) -> None:
+        """Take note of all batches of an epoch."""
+        self._notice_edits()
+        self._place.to_come.clear()  # The loop may have left the last epoch early.
+        self._place.to_come.extend(
+            _Coming(self._place.epoch, own, self._ids(own)) for own in drawn
+        )
+
+    def _notice_edits(self) -> None:
+        """Use no row, and no batch, of samples that were edited in memory since."""
+        if not self._known.data.changed():
+            return
+        self._place.edit_epoch = self._place.epoch
+        self.feed.prefix.begin_edition()
+        if self.feed.prefix.depth:
+            _LOGGER.warning(
+                "samples were edited in memory since the last epoch: what frozen blocks return is "
+                "computed anew"
+            )
+
+    def _ids(self, indices: list[int]) -> Tensor:
+        """Return samples' places; those that a sampler counts from the end, from the beginning."""
+        num = self._place.num_samples
+        return torch.tensor([i if i >= 0 else i + num for i in indices])
+
+    def _fetches_to_come(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield what the feed will be asked for: of each batch its columns, in turn."""
+        for coming in tuple(self._place.to_come):
+            for column in range(len(self._known.calls)):
+                yield coming.epoch, self._known.pieces.ids(coming.ids, column)
+
+    def made(self, indices: list[int]) -> Any:
+        """Return a batch in the loader's form, whose entries know its rows."""
+        known, to_come = self._known, self._place.to_come
+        # Some may have been skipped, as where a run is resumed.
+        while to_come and to_come[0].indices != indices:
+            to_come.popleft()
+        due = to_come[0] if to_come else _Coming(self._place.epoch, indices, self._ids(indices))
+        ids, epoch = due.ids, due.epoch
+        read = None if self._is_made_of_rows else self._read_as_loaded(indices, epoch)
+        own = {} if read is None else known.form.entries_of(read)
+        fetches, batches = list[dict[str, Tensor]](), list[RowBatch]()
+        entries: dict[str, Tensor] = {}
+        for column, call in enumerate(known.calls):
+            fetched = self._fetch(ids, epoch, column)
+            if own:
+                given = {parameter: own[name] for name, parameter in call.parameters.items()}
+                fetched = {**given, **{n: t for n, t in fetched.items() if n == HIDDEN}}
+            fetches.append(fetched)
+            number = batches[0].number if batches else None
+            batches.append(self.row_batch(fetched, ids, epoch, call, number))
+            inputs = batches[-1].entries()
+            entries = {name: inputs[one] for name, one in call.parameters.items()} | entries
+        for name in [name for name in known.form.names if name not in entries]:
+            rows = known.form.rows[name]
+            column = known.pieces.column_of(rows) or 0
+            value = own[name] if own else fetches[column][known.collation.known_as(name)]
+            if len(value) != len(ids) * rows.num:  # Each piece of a sample has it.
+                value = value[known.pieces.columns[column].places(len(ids))[:, 0]]
+            if not self.forward.is_confirmed:  # The loop may give the model any of them.
+                value = batches[column].entry(name, value)
+            entries[name] = value
+        if self._place.tells_rounding and batches[0].rows is not None:
+            self._place.tells_rounding = False
+            self._compare_rounded(ids, epoch)
+        if to_come:
+            to_come.popleft()
+        return known.form.with_entries(entries, read)
+
+    def _read_as_loaded(self, indices: list[int], epoch: int) -> Any:
+        """Read a batch as the loader does."""
+        with own_random_numbers(self._device):
+            return self._known.whole.collated(indices, view=self.feed.view(epoch))
+
+    def _fetch(self, ids: Tensor, epoch: int, column: int) -> dict[str, Tensor]:
+        """Fetch the rows that a column has of some samples."""
+        own = self._known.pieces.ids(ids, column)
+        self.forward.refuse_replaced()
+        with torch.inference_mode(False):
+            # Rows of a model that was changed are not used, as the forward finds.
+            batch = self.feed.take_read(own, epoch=epoch)
+            if batch is None:
+                self.notice_changes()
+                with own_random_numbers(self._device):
+                    batch = self.feed.fetch(own, epoch=epoch, keeps=True)
+        return batch
+
+    def notice_changes(self) -> None:
+        """Use no row that was made before the user has changed the model by hand."""
+        watch = self.forward.watch
+        self.forward.refuse_replaced()
+        if self.feed.prefix.depth and watch.changed():
+            watch.renew()
+            _LOGGER.warning(
+                "attributes or hooks of frozen modules were changed: what they return is computed "
+                "anew"
+            )
+            self.feed.prefix.begin_edition()
+
+    def _compare_rounded(self, ids: Tensor, epoch: int) -> None:
+        """Log what rounded rows change of a batch."""
+        with own_random_numbers(self._device), torch.inference_mode(False):
+            own = self._known.pieces.ids(ids, 0)
+            batches = [self.feed.computed_rows(own, rounded=one) for one in (False, True)]
+            targets = {n: batches[0][n] for n in self._task.model.targets if n in batches[0]}
+            exact, rounded = (self.row_batch(batch, ids, epoch) for batch in batches)
+            with self.by_ourselves():
+                compare_rounded(
+                    self._task,
+                    exact=exact,
+                    rounded=rounded,
+                    targets=targets,
+                    tells=self._world.is_main,
+                )
+
+    def _renew(self, batch: RowBatch, call: LoopCall) -> None:
+        """Bring a batch, given before the blocks have changed, to a column's rows of today."""
+        if batch.epoch < self._place.edit_epoch:
+            batch.rows, batch.depth, batch.call = None, self.feed.prefix.depth, call
+            batch.stamp = self.feed.prefix.stamp
+            return
+        column = next(c for c, one in enumerate(self._known.calls) if one.has_rows_of(call))
+        self._place.to_come.appendleft(_Coming(batch.epoch, batch.ids.tolist(), batch.ids))
+        try:
+            fetched = self._fetch(batch.ids, batch.epoch, column)
+        finally:
+            self._place.to_come.popleft()
+        batch.rows, batch.depth, batch.call = fetched.get(HIDDEN), self.feed.prefix.depth, call
+        batch.stamp = self.feed.prefix.stamp
+
+    def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
+        if batch.epoch < self._place.epoch:
+            self._notice_edits()
+        if batch.epoch < self._place.edit_epoch:
+            raise ValueError(
+                "a batch of an earlier epoch was kept, and not read; since then samples were "
+                "edited in memory, and what it held is not known. Give reads= the names of the "
+                "model's inputs, or keep no batches"
+            )
+        return self._known.form.entries_of(self._read_as_loaded(batch.ids.tolist(), batch.epoch))
+
+    def row_batch(
+        self,
+        fetched: dict[str, Tensor],
+        ids: Tensor,
+        epoch: int,
+        call: LoopCall | None = None,
+        number: int | None = None,
+    ) -> RowBatch:
+        """Return a batch's inputs and rows; what rows make needless was not read."""
+        known, prefix = self._known, self.feed.prefix
+        inputs, sides = self._task.model.inputs, known.sides
+        rows = fetched.get(HIDDEN)
+        not_read = frozenset(name for name in inputs if name not in fetched)
+        entries = {name: fetched.get(name, known.example[name]) for name in (*inputs, *sides)}
+        number = next(self._place.numbers) if number is None else number
+        num, depth, stamp = len(next(iter(fetched.values()))), prefix.depth, prefix.stamp
+        call = call or known.calls[0]
+        return RowBatch(number, ids, num, epoch, depth, rows, entries, not_read, call, stamp)
+
+    def from_rows(
+        self, entries: Mapping[str, Tensor], rows: Tensor, targets: Mapping[str, Tensor]
+    ) -> Any:
+        """Run the model from rows, as a loop will have it run."""
+        fetched = {name: entry for name, entry in entries.items() if name in self._known.sides}
+        ids = torch.full((len(rows),), -1)  # Nothing is read for it.
+        batch = self.row_batch({**fetched, HIDDEN: rows}, ids, self._place.epoch)
+        batch.depth = self.forward.depth
+        given = {name: entry.to(self._device) for name, entry in batch.entries().items()}
+        with self.by_ourselves():
+            return self._known.partial.whole({**given, **targets})
+
+    @contextmanager
+    def by_ourselves(self) -> Iterator[None]:
+        """Have forwards within the block say nothing of how the loop calls its model."""
+        forward = self.forward
+        was_confirmed, forward.is_confirmed = forward.is_confirmed, True
+        try:
+            yield
+        finally:
+            forward.is_confirmed = was_confirmed
+
+    def close(self) -> None:
+        """Give the model its own forward back, and free the rows."""
+        self.forward.close()
+        self.feed.close()

@@ -1,0 +1,76 @@
+"""Hold what a user sets of the rows in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, final
+
+from torch.utils.data import DataLoader, default_collate
+
+from pipetransformer.config import TrainConfig, make_config
+
+SETTINGS = (
+    "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
+    "cache_device", "cache_check", "cache_views", "augment_hidden", "prefix_chunk", "precision",
+    "seed", "tied_weights",
+)  # fmt: skip
+"""Fields of `TrainConfig` that a loop may set."""
+
+_READS, _IGNORES = "reads", "ignores_padding"
+_USUAL_BATCH = 32
+
+
+@final
+@dataclass(frozen=True)
+class LoopSettings:
+    """Hold settings of `attach` and of the callbacks.
+
+    Args:
+        cache: fields of `TrainConfig`.
+        reads: names of entries that are read though rows make them needless, as the loop looks at
+            them.
+        ignores_padding: whether the loop reads nothing that the model returns of padding.
+        keeps_to_labels: whether the loss reads no position that its label leaves out.
+    """
+
+    cache: Mapping[str, Any]
+    reads: tuple[str, ...] = ()
+    ignores_padding: bool = False
+    keeps_to_labels: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], *, keeps_to_labels: bool = False) -> LoopSettings:
+        """Sort what a user gave; see `check_settings`."""
+        cache = {name: value for name, value in settings.items() if name in SETTINGS}
+        reads, ignores = tuple(settings.get(_READS, ())), bool(settings.get(_IGNORES))
+        return cls(cache, reads, ignores, keeps_to_labels)
+
+    def config(self, loader: DataLoader[Any]) -> TrainConfig:
+        """Return the settings of a run that reads as a loader does."""
+        function = loader.collate_fn
+        # Of a sampler that does not say it, batches are run in chunks of the most usual size.
+        size = getattr(loader.batch_sampler, "batch_size", None) or _USUAL_BATCH
+        own = {
+            "collate_fn": None if function is default_collate else function,
+            "num_workers": loader.num_workers,
+            "global_batch_size": size,
+            "remove_unused_columns": False,
+        }
+        if loader.num_workers:
+            own["prefetch_factor"] = loader.prefetch_factor
+        return make_config({**self.cache, **own})
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError for settings that are unknown or not allowed."""
+    known = (*SETTINGS, _READS, _IGNORES)
+    if unknown := sorted(settings.keys() - set(known)):
+        near = [one for name in unknown for one in get_close_matches(name, known, n=1)]
+        meant = f"; did you mean {', '.join(near)}?" if near else f"; known: {', '.join(known)}"
+        raise ValueError(f"unknown setting(s) {', '.join(unknown)}{meant}")
+    reads = settings.get(_READS, ())
+    if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
+        raise ValueError(f"reads={reads!r} names no entries; give a tuple of names")
+    make_config({name: value for name, value in settings.items() if name in SETTINGS})
