@@ -218,8 +218,8 @@ class TrainConfig:
     cache_keep: bool = False
     """Keep rows in `cache_folder` when the run ends. Later runs read those that they would compute
     themselves: of the same frozen layers, data, processing, device and `prefix_chunk`. A row is
-    compared with its sample when a run first reads it, unless the data set has a fingerprint that
-    covers its samples, as a `datasets.Dataset` of tokens. Runs may share a folder at once."""
+    compared with its sample when a run first reads it, unless `cache_fingerprint` vouches for the
+    data. Runs may share a folder at once."""
     cache_fingerprint: Annotated[str | None, rules.NAME] = None
     """Your own name for the data and all that is done to a sample, such as "cifar10-224-v2". Rows
     that were kept under it are trusted: no sample is read for the sake of comparing, beyond

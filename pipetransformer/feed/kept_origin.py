@@ -17,7 +17,6 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -60,56 +59,22 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def data_origin(
     samples: Samples, content: RowContent, config: TrainConfig, *, num_views: int
-) -> tuple[dict[str, Any], bool]:
-    """Return what tells a data set's samples from others, and whether it tells every change.
+) -> dict[str, Any]:
+    """Return what tells a data set's samples from those of most others.
 
-    Where it does not, each row is compared with its sample when a run first reads it.
+    Each row is compared with its sample, too, when a run first reads it. No fingerprint that a
+    library gives stands for that: it may know of a file no more than its path and time.
     """
-    dataset = samples.dataset
-    digests = [int(content.digests(samples.probe([i]))) for i in samples.spread(_MOST_DIGESTED)]
-    origin: dict[str, Any] = {
-        "samples": len(dataset),
-        "digests": digests,
+    return {
+        "samples": len(samples.dataset),
+        "digests": [
+            int(content.digests(samples.probe([i]))) for i in samples.spread(_MOST_DIGESTED)
+        ],
         "named": config.cache_fingerprint,
         "collate": _told(samples.collation.function),
         # Fixed views are random numbers of this seed.
         "views": [num_views, config.seed] if num_views > 1 else None,
     }
-    table = fingerprint_of_table(dataset)
-    origin["table"] = table
-    is_plain = samples.collation.function is None and num_views == 1
-    return origin, config.cache_fingerprint is not None or (table is not None and is_plain)
-
-
-def fingerprint_of_table(dataset: Any) -> str | None:
-    """Return the fingerprint of a `datasets.Dataset`; None where it does not cover the samples.
-
-    It covers the table alone: no files that its columns name, and no code of a transform.
-    """
-    library = sys.modules.get("datasets")
-    if library is None or not isinstance(dataset, library.Dataset):
-        return None
-    if dataset.format["type"] == "custom":
-        return None
-    names_files = (library.Image, library.Audio, library.Video)
-    if any(isinstance(one, names_files) for one in _features(dict(dataset.features))):
-        return None
-    return str(dataset._fingerprint)
-
-
-def _features(feature: Any) -> Iterator[Any]:
-    """Yield a table's features, and those within them."""
-    if isinstance(feature, Mapping):
-        for one in feature.values():
-            yield from _features(one)
-    elif isinstance(feature, (list, tuple)):
-        for one in feature:
-            yield from _features(one)
-    else:
-        yield feature
-        inner = getattr(feature, "feature", None)
-        if inner is not None:
-            yield from _features(inner)
 
 
 def machine_origin(device: torch.device, *, chunk_size: int) -> dict[str, Any]:

@@ -624,11 +624,10 @@ class SampleFeed:
         config, world = self._task.config, self._world
         found: Any = None
         if world.is_main:  # Rank 0 always holds the prefix.
-            data, is_told = data_origin(
-                self.samples, self._rows.content, config, num_views=self._num_views
-            )
-            found = [data, is_told, self.prefix.stamps[-1]]
-        data, is_told, stamp = broadcast_json(found, group=world.group)
+            content, num_views = self._rows.content, self._num_views
+            data = data_origin(self.samples, content, config, num_views=num_views)
+            found = [data, self.prefix.stamps[-1]]
+        data, stamp = broadcast_json(found, group=world.group)
         kept = KeptRows(
             RowSets(Path(config.cache_folder), limit_bytes=config.cache_limit_bytes),
             {**data, **machine_origin(world.device, chunk_size=self._chunk_size)},
@@ -638,6 +637,7 @@ class SampleFeed:
         if store is None:
             return None
         self._kept = store
+        is_told = config.cache_fingerprint is not None
         if not is_told and (self._known is None or len(self._known) != store.num_rows):
             self._known = torch.zeros(store.num_rows, dtype=torch.int64)
         return behind(world, store)

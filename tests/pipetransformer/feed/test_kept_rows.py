@@ -319,26 +319,6 @@ def table(texts: Samples, **columns: Any) -> Any:
     return datasets.Dataset.from_dict({**entries, **columns}).with_format("torch")
 
 
-def test_a_table_is_known_by_its_fingerprint_and_its_samples_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave_rows_unchecked(monkeypatch)
-    words = table(texts())
-    Run(tmp_path, dataset=words)
-    reads: list[list[int]] = []
-    read = Samples_.read
-
-    def noted(self: Any, ids: Any, *, view: int) -> Any:
-        reads.append(list(ids))
-        return read(self, ids, view=view)
-
-    monkeypatch.setattr(Samples_, "read", noted)
-    attach_only(tmp_path, words)
-    looked = len(reads)
-    assert Run(tmp_path, dataset=words).hits == [NUM_SAMPLES, NUM_SAMPLES]
-    assert len(reads) == 2 * looked  # Both have looked at the data, and read no more.
-
-
 def test_a_table_with_a_transform_is_compared_with_its_rows(tmp_path: Path) -> None:
     def run(added: int) -> Run:
         def cut(batch: dict[str, Any]) -> dict[str, Any]:
@@ -346,31 +326,42 @@ def test_a_table_with_a_transform_is_compared_with_its_rows(tmp_path: Path) -> N
             ids[0][1] += added * int(ids[0][0] == texts().entries["input_ids"][4][0])
             return {**{n: [*map(torch.tensor, c)] for n, c in batch.items()}, "input_ids": ids}
 
-        words = table(texts()).with_transform(cut)
-        words._fingerprint = "the same"
-        return Run(tmp_path, dataset=words)
+        return Run(tmp_path, dataset=table(texts()).with_transform(cut))
 
     run(0)
     assert run(0).hits[0] == NUM_SAMPLES
     assert run(1).hits[0] < NUM_SAMPLES
 
 
-def attach_only(folder: Path, dataset: Any) -> None:
-    """Begin an epoch, and leave it."""
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=4)
-    kept: dict[str, Any] = {"cache_folder": folder, "cache_keep": True, "prefix_chunk": CHUNK}
-    with attach(build(KIND), freeze=DEPTH, **kept) as cached:
-        next(iter(cached.epoch(loader)))
-
-
-def test_a_table_with_another_label_has_rows_of_its_own(tmp_path: Path) -> None:
-    Run(tmp_path, dataset=table(texts()))
-    assert Run(tmp_path, dataset=table(texts())).hits[0] == NUM_SAMPLES
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_table_s_file_with_other_content_of_the_same_length_and_time_is_noticed(
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library's fingerprint of a file is its path and its time, or what was saved beside it.
+    monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+    leave_rows_unchecked(monkeypatch)
     changed = texts()
-    changed.entries["labels"][4] = (changed.entries["labels"][4] + 1) % 3
-    ours, plain = Run(tmp_path, dataset=table(changed)), Run(None, dataset=table(changed))
-    assert ours.hits == [0, NUM_SAMPLES]
+    changed.entries["input_ids"][4, 1] += 1
+    for name, one in {"words": texts(), "others": changed}.items():
+        table(one).with_format(None).save_to_disk(tmp_path / name)
+    file, other = (next((tmp_path / name).glob("*.arrow")) for name in ("words", "others"))
+
+    def load() -> Any:
+        loaded = datasets.load_from_disk(tmp_path / "words", keep_in_memory=in_memory)
+        return loaded.with_format("torch")
+
+    before, usual = file.stat(), load()._fingerprint
+    Run(tmp_path / "rows", dataset=load())
+    assert Run(tmp_path / "rows", dataset=load()).hits[0] == NUM_SAMPLES
+    shutil.copyfile(other, file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert load()._fingerprint == usual
+
+    ours, plain = Run(tmp_path / "rows", dataset=load()), Run(None, dataset=load())
     assert_equal(ours, plain)
+    assert ours.hits == [NUM_SAMPLES - 1, NUM_SAMPLES]
 
 
 def test_data_under_a_name_of_the_users_are_not_read_to_be_compared(
@@ -380,7 +371,21 @@ def test_data_under_a_name_of_the_users_are_not_read_to_be_compared(
     items = [{name: tensor[i] for name, tensor in texts().entries.items()} for i in range(10)]
     named = {"dataset": items, "cache_fingerprint": "words-v1"}
     Run(tmp_path, **named)
+    reads: list[list[int]] = []
+    read = Samples_.read
+
+    def noted(self: Any, ids: Any, *, view: int) -> Any:
+        reads.append(list(ids))
+        return read(self, ids, view=view)
+
+    monkeypatch.setattr(Samples_, "read", noted)
+    loader: DataLoader[Any] = DataLoader(items, batch_size=4)
+    kept: dict[str, Any] = {"cache_folder": tmp_path, "cache_keep": True, "prefix_chunk": CHUNK}
+    with attach(build(KIND), freeze=DEPTH, cache_fingerprint="words-v1", **kept) as cached:
+        next(iter(cached.epoch(loader)))
+    looked = len(reads)
     assert Run(tmp_path, **named).hits == [NUM_SAMPLES, NUM_SAMPLES]
+    assert len(reads) == 2 * looked  # Both have looked at the data, and read no more.
 
 
 def test_rows_of_each_depth_serve_a_run_that_freezes_anew(tmp_path: Path) -> None:
