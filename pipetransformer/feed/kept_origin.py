@@ -6,20 +6,29 @@ code and settings of their modules       stamp: `settings_of`
 data, and what is done to a sample       `data_origin`, and the digest in each row
 device, threads, chunk, torch            `machine_origin`
 
-What this misses, such as a function that a module calls and that was changed, is found otherwise:
-some rows are computed again before the first is read, see `SampleFeed`.
+What this misses, such as a changed function of another file that a module calls, is found
+otherwise: some rows are computed again before the first is read, see `SampleFeed`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
+import logging
 import os
 import platform
+import random
 import sys
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
 from importlib import metadata
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -42,8 +51,8 @@ _HEADS_OWN = frozenset({
 """Settings of transformers' models that change nothing below the head."""
 
 _IDLE = frozenset({
-    "_gradient_checkpointing_func", "config", "gradient_checkpointing", "name_or_path", "training",
-    "warnings_issued",
+    "_gradient_checkpointing_func", "config", "generation_config", "gradient_checkpointing",
+    "name_or_path", "training", "warnings_issued",
 })  # fmt: skip
 """Attributes of modules that change no number, or are looked at elsewhere."""
 
@@ -53,6 +62,11 @@ _LIBRARIES = ("diffusers", "numpy", "peft", "timm", "torch", "torchvision", "tra
 
 _MOST_LEVELS = 6
 """How deep values within values are looked at."""
+
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+
+_SILENT = (logging.Logger, random.Random, np.random.Generator, torch.Generator)
+"""What decides no number: blocks that draw are not cached."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device)
 
@@ -154,24 +168,41 @@ def _told(value: Any, *, most: int = _MOST_LEVELS) -> str:
         return repr(value)
     if isinstance(value, (Tensor, np.ndarray)):
         return _told_array(value)
-    if most == 0:
+    if isinstance(value, (type, BuiltinFunctionType, ModuleType)):
+        return str(getattr(value, "__qualname__", value.__name__))
+    if most == 0 or isinstance(value, _SILENT):
         return type(value).__qualname__
     within = partial(_told, most=most - 1)
+    if (parts := _parts_of_code(value)) is not None:
+        return f"{[*map(within, parts)]}"
+    content = _told_content(value, within)
+    if type(value) in _CONTAINERS:
+        return content
+    held = _attributes_of(value)
+    if not held and not hasattr(value, "__dict__"):
+        return f"{type(value).__qualname__} {[*map(within, _parts_of_state(value))]}"
+    own = sorted((name, within(one)) for name, one in held.items() if _tells(name, one))
+    return f"{_code_of(value, most=most - 1)} {own} {content}"
+
+
+def _told_content(value: Any, within: Callable[[Any], str]) -> str:
+    """Spell what a container holds; "" of what is none."""
     if isinstance(value, (list, tuple)):
         return f"{[*map(within, value)]}"
     if isinstance(value, (set, frozenset)):
         return f"{{{sorted(map(within, value))}}}"
     if isinstance(value, dict):
         return f"{sorted((within(key), within(one)) for key, one in value.items())}"
-    if (parts := _parts_of_code(value)) is not None:
-        return f"{[*map(within, parts)]}"
-    if isinstance(value, (type, BuiltinFunctionType)):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
-    held = _attributes_of(value)
-    if not held and not hasattr(value, "__dict__"):
-        return type(value).__qualname__
-    own = sorted((name, within(one)) for name, one in held.items() if _tells(name, one))
-    return f"{_code_of(value)} {own}"
+    return ""
+
+
+def _parts_of_state(value: Any) -> list[Any]:
+    """Return what is needed to copy an object that holds no attributes; [] where it cannot be."""
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:  # Whatever it raises says no more than that.
+        return []
+    return [[*one] if isinstance(one, Iterator) else one for one in parts]
 
 
 def _told_array(value: Tensor | np.ndarray) -> str:
@@ -191,11 +222,8 @@ def _attributes_of(value: object) -> dict[str, Any]:
 
 def _tells(name: str, value: object) -> bool:
     """Return whether an attribute is a setting; a private one may lead to anything."""
-    return (
-        name[0] != "_"
-        or isinstance(value, (np.ndarray, Tensor, set, frozenset))
-        or (_is_plain(value))
-    )
+    is_public = name[0] != "_" or name == "__wrapped__"  # The function that a decorator took.
+    return is_public or isinstance(value, (np.ndarray, Tensor, set, frozenset)) or _is_plain(value)
 
 
 def _parts_of_code(value: Any) -> list[Any] | None:
@@ -205,25 +233,27 @@ def _parts_of_code(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [value.__code__, held, value.__defaults__]
+        cells = [one.cell_contents for one in value.__closure__ or () if one != CellType()]
+        defaults = [value.__defaults__, value.__kwdefaults__]
+        return [value.__code__, cells, defaults, _globals_of(value)]
     if isinstance(value, CodeType):
         return [value.co_name, value.co_code, value.co_names, value.co_consts]
     return None
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    if isinstance(value, dict):
+    if type(value) is dict:
         return all(_is_plain(one) for pair in value.items() for one in pair)
     return isinstance(value, _PLAIN)
 
 
-def _code_of(value: object) -> str:
-    """Return the code of an object's class, and of those of the user's that it inherits from."""
+def _code_of(value: object, *, most: int = _MOST_LEVELS) -> str:
+    """Spell the class of an object, and those of the user's that it inherits from."""
     first, *others = type(value).__mro__
-    return " ".join(map(_code_of_class, [first, *(k for k in others if not _is_of_library(k))]))
+    told = [first, *(kind for kind in others if not _is_of_library(kind))]
+    return " ".join(_code_of_class(kind, most) for kind in told)
 
 
 def _is_of_library(kind: type) -> bool:
@@ -231,19 +261,47 @@ def _is_of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("builtins", "abc", "typing", *_LIBRARIES)
 
 
-@cache
-def _code_of_class(kind: Any) -> str:
-    """Return a class's name, its package's version, and a hash of its source."""
-    try:
-        source = _source_of(kind).encode()
-    except (OSError, TypeError):  # Typed into an interpreter, or made by a program.
-        functions = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
-        source = repr([_told(one) for one in functions]).encode()
+def _code_of_class(kind: Any, most: int) -> str:
+    """Return a class's name, its package's version, and a hash of its functions and settings.
+
+    As they are now: a library may have exchanged some since its source was read.
+    """
+    own = [(name, _function_of(one)) for name, one in sorted(vars(kind).items())]
+    told = [
+        (name, _told(one, most=most))
+        for name, one in own
+        if isinstance(one, FunctionType)
+        or (name[:2] != "__" and (_is_plain(one) or hasattr(one, "__wrapped__")))
+    ]
     version = _version_of(kind.__module__.partition(".")[0])
-    return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(source)}"
+    return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(repr(told).encode())}"
 
 
-_source_of = cache(inspect.getsource)
+def _function_of(value: Any) -> Any:
+    """Return the function beneath a method or property of a class; other values as they are."""
+    if isinstance(value, (property, cached_property)):
+        return value.fget if isinstance(value, property) else value.func
+    return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+
+
+def _globals_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return the constants and functions of its module that a function names."""
+    known = function.__globals__
+    names = sorted({name for name in _names_in(function.__code__) if name[:2] != "__"})
+    found = [(name, known[name]) for name in names if name in known]
+    # A list is left out: forwards note in it what they were given, and it grows.
+    return [
+        (name, one)
+        for name, one in found
+        if isinstance(one, FunctionType) or (_is_plain(one) and not isinstance(one, list))
+    ]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _names_in(one)
 
 
 @cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,9 +31,31 @@ class Settings:
         self.factor, self._private = 1.0, {3, 4}
 
 
+class Named(dict[str, Any]):
+    def __repr__(self) -> str:
+        return "names"
+
+
+CONSTANT, CONSTANTS, NOTES = 2, {"factor": 2}, [1]
+
+
+def doubled(hidden: Tensor) -> Tensor:
+    NOTES.append(len(hidden))
+    return CONSTANT * CONSTANTS["factor"] * hidden
+
+
 class Base(nn.Module):
+    shared = 1.0
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return 2 * hidden
+        return doubled(hidden) * self.factor() * self.share
+
+    def factor(self, *, of: float = 1.0) -> float:
+        return of * self.shared
+
+    @property
+    def share(self) -> float:
+        return 1.0
 
 
 class Block(Base):
@@ -46,7 +71,20 @@ class Block(Base):
         self.settings, self._settings = Settings(), {"of": Settings()}
         self.tensor, self._tensors = torch.arange(3), (torch.arange(3),)
         self.function: Callable[[float], float] = partial(pow, 2)
-        self._functions = [lambda x: x + 1]
+        self._functions, self.memo = [lambda x: x + 1], lru_cache(lambda: 1)
+        self.scalar, self.range, self.queue = np.float32(1), range(3), deque([1])
+        self.dict, self.logger, self.library = Named(a=1), logging.getLogger("rows"), np
+
+
+def begun() -> Callable[[], int]:
+    """Return a function that names what is not there yet."""
+
+    def wait() -> int:
+        return later
+
+    for _ in range(0):
+        later = 1
+    return wait
 
 
 def name_of(change: Callable[[Any], object] = lambda _: None) -> list[str]:
@@ -72,6 +110,9 @@ def sets(name: str, value: Any) -> Callable[[Any], object]:
         lambda b: b.settings._private.add(5), lambda b: b._settings["of"]._private.add(5),
         lambda b: b.tensor.add_(1), lambda b: b._tensors[0].add_(1),
         sets("function", partial(pow, 3)), sets("_functions", [lambda x: x + 2]),
+        sets("memo", lru_cache(lambda: 2)), sets("scalar", np.float32(2)),
+        sets("function", begun()), sets("range", range(4)), sets("queue", deque([2])),
+        sets("dict", Named(a=2)),
     ],
 )  # fmt: skip
 def test_a_setting_that_differs_names_other_rows(change: Callable[[Any], object]) -> None:
@@ -80,10 +121,36 @@ def test_a_setting_that_differs_names_other_rows(change: Callable[[Any], object]
 
 
 @pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (Base, "shared", 2.0),
+        (Base, "share", property(lambda self: 2.0)),
+        (Base, "forward", lambda self, hidden: hidden),
+        (Base.factor, "__kwdefaults__", {"of": 2.0}),
+        (nn.Linear, "forward", lambda self, hidden: hidden),
+        (sys.modules[__name__], "CONSTANT", 3),
+        (sys.modules[__name__], "CONSTANTS", {"factor": 3}),
+        (sys.modules[__name__], "doubled", lambda hidden: 3 * hidden),
+    ],
+)
+def test_code_that_was_exchanged_in_this_process_names_other_rows(
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = name_of()
+    monkeypatch.setattr(owner, name, value)
+    assert name_of()[0] != usual[0]
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda block: block.eval(),
+        lambda block: NOTES.append(1),
+        # A logger knows all others of the process.
+        lambda block: [logging.getLogger("of another program")],
         sets("_gradient_checkpointing_func", partial(pow, 5)),
+        # It holds a hash of the process: rows of language models with LoRA were never found again.
+        sets("generation_config", Settings()),
         lambda block: block.requires_grad_(False),
         sets("several", {"b", "a"}),
     ],

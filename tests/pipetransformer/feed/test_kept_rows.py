@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -204,11 +205,11 @@ def cut(items: list[dict[str, Tensor]], most: int) -> dict[str, Tensor]:
     return {**batch, "input_ids": ids * mask, "attention_mask": mask}
 
 
-LIMIT = {"tokens": 8}
+LIMIT = SimpleNamespace(tokens=8)
 
 
 def cut_at_limit(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return cut(items, LIMIT["tokens"])
+    return cut(items, LIMIT.tokens)
 
 
 def test_another_collate_function_gets_rows_of_its_own(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_collate_function_that_cuts_texts_elsewhere_gets_rows_of_its_own(
     monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
 
     Run(tmp_path, collate=cut_at_limit)
-    monkeypatch.setitem(LIMIT, "tokens", 7)  # What a function looks up outside is not told.
+    monkeypatch.setattr(LIMIT, "tokens", 7)  # What an object outside a function holds is not told.
     ours, plain = Run(tmp_path, collate=cut_at_limit), Run(None, collate=cut_at_limit)
     longer = int((texts().entries["attention_mask"].sum(1) > 7).sum())
     assert longer > 0 and ours.hits[0] == NUM_SAMPLES - longer
