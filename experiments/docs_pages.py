@@ -18,7 +18,6 @@ FACES = {
     "pipetransformer": "Train, plan and freeze: all that most programs import.",
     "pipetransformer.hf": "The interface of transformers' Trainer.",
     "freeze": "Freeze policies and what they see, and freezing in place.",
-    "freeze.advisor": "Advice for runs of other trainers.",
     "autopipe": "Pipelines in one process.",
     "autodp": "Topology, groups and messages. For those who work on PipeTransformer.",
     "autocache": "Rows and their stores. For those who work on PipeTransformer.",

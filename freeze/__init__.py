@@ -7,8 +7,7 @@ Only a contiguous prefix freezes: `num_frozen` = f freezes layers 0..f-1, 0 <= f
     FreezeDecision <--checked_decision-- FreezePolicy.decide <-- FreezeContext
                                           policies/
 
-`apply` freezes a model's bottom layers in place, in any training loop. `freeze.advisor` watches a
-loop, and says what could freeze.
+`apply` freezes a model's bottom layers in place, in any training loop.
 """
 
 from freeze.freeze_choice import FreezeChoice, chosen_policy

@@ -55,7 +55,7 @@ from pipetransformer.errors import (
     VerificationError,
     WorkerFailedError,
 )
-from pipetransformer.loop import CachedLoop, attach
+from pipetransformer.loop import CachedLoop, FreezeAdvice, attach
 from pipetransformer.measure import Measurements
 from pipetransformer.model import LayeredModel, Sublayer, adamw, named_optimizer, register_adapter
 from pipetransformer.processes import launch
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "CacheStats", "CachedLoop", "Callback", "CallbackError",
-    "Change", "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeContext",
-    "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "GPipe", "Guarded",
-    "LayerStats", "LayeredModel", "Linear", "Loss", "Measurements", "NeverFreeze",
+    "Change", "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeAdvice",
+    "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "GPipe",
+    "Guarded", "LayerStats", "LayeredModel", "Linear", "Loss", "Measurements", "NeverFreeze",
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
     "Replay", "Ring", "Shadow", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from freeze.advisor.advice import Advice
 from tests.helpers.pool import Pool, suit_tests
 
 # Tiny models pay a hundred times their cost to wake threads; and equality bit by bit holds for a
@@ -53,18 +52,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and `make test-cuda`")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def draw_advice_where_it_is_looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave out the picture of advice, which every training with a callback ends with.
-
-    It takes as long as a short training.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if "freeze_advice.png" not in request.path.read_text():
-            patch.setattr(Advice, "draw", lambda *_: None)
-        yield
 
 
 @pytest.fixture(scope="session")

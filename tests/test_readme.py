@@ -61,10 +61,15 @@ def test_a_program_of_the_page_on_pipedream_runs(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", programs("docs/freeze-policies.md"), ids=["own", "in place", "lisa"]
+    "program", programs("docs/freeze-policies.md"), ids=["own", "in place", "dry run", "lisa"]
 )
-def test_a_program_of_the_page_on_policies_runs(program: str) -> None:
-    exec(compile(program, "freeze-policies.md", "exec"), {"__name__": "__main__"})
+def test_a_program_of_the_page_on_policies_runs(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "docs/freeze-policies.md"
+    exec(compile(program, page, "exec"), {"__name__": "__main__"})
+    answers = re.findall(r"It prints:\n\n```\n(.*?)```", read(page), re.DOTALL)
+    assert "dry_run" not in program or [capsys.readouterr().out] == answers
 
 
 def test_the_page_s_own_policy_is_scored_by_the_page_s_commands(

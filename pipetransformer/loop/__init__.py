@@ -6,6 +6,8 @@ callbacks of transformers and Lightning   │     ├─► frozen_blocks; loade
   └─► serving_observer: what they share ──┘     └─► row_batches: of batch_form, pieces
                                                       ├─► short_forward: from frozen blocks up
                                                       └─► forward_call, batch_entry: whose rows?
+epoch_policy, serving_observer
+  └─► freeze_observer: asks a policy ─► step_times: what freezing saves ─► freeze_advice: says it
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipetransformer.loop.cached_loop import CachedLoop, attach
+from pipetransformer.loop.freeze_advice import FreezeAdvice
 
 if TYPE_CHECKING:
     from pipetransformer.loop.lightning_callback import LightningFreezeCallback
     from pipetransformer.loop.transformers_callback import FreezeCallback
 
-__all__ = ["CachedLoop", "FreezeCallback", "LightningFreezeCallback", "attach"]
+__all__ = ["CachedLoop", "FreezeAdvice", "FreezeCallback", "LightningFreezeCallback", "attach"]
 
 _LAZY = {
     "FreezeCallback": "transformers_callback",

@@ -26,18 +26,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from autocache import CacheStats
-from freeze import (
-    FreezeChoice,
-    FreezePolicy,
-    FreezeSchedule,
-    PolicyFunction,
-    as_policy,
-    chosen_policy,
-)
+from freeze import FreezeChoice, FreezeSchedule, as_policy, chosen_policy, find_layers
 from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.epoch_policy import EpochPolicy
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
+from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService
@@ -56,6 +50,7 @@ def attach(
     freeze: FreezeChoice,
     optimizer: Optimizer | None = None,
     num_epochs: int | None = None,
+    dry_run: bool = False,
     **settings: Any,
 ) -> CachedLoop:
     """Have a model's forward start above its frozen blocks, on samples whose rows are cached.
@@ -66,6 +61,8 @@ def attach(
             function of a `FreezeContext`, or a policy's name: it is asked before each epoch.
             `freeze_bottom` takes its place.
         optimizer, num_epochs: of the loop; policies need them to know how far it is.
+        dry_run: whether nothing freezes, so that the loop's numbers are as without `attach`. A
+            warning at `close` says what would have frozen when, and what that would save.
         settings: `cache_folder`, `cache_limit_bytes`, `cache_dtype`, `cache_device`,
             `cache_check`, `precision`, `seed` and `tied_weights`, as in `TrainConfig`. Where the
             loop computes in autocast, give its dtype as `precision`. `reads` names entries that it
@@ -81,20 +78,27 @@ def attach(
     refuse_no_module(model)
     refuse_wrapper(model)
     policy = chosen_policy(freeze)
-    if isinstance(policy, FreezeSchedule):
+    if isinstance(policy, FreezeSchedule) and not dry_run:
         return CachedLoop(model, policy.at, settings)
-    return CachedLoop(model, _watching(policy, optimizer, num_epochs), settings)
-
-
-def _watching(
-    policy: FreezePolicy | PolicyFunction, optimizer: Optimizer | None, num_epochs: int | None
-) -> EpochPolicy:
     if optimizer is None or num_epochs is None or num_epochs < 1:
         raise ValueError(
-            f"{as_policy(policy).name} may look at what the optimizer does, and at how far the "
-            "loop is: give attach optimizer=, and num_epochs= of at least 1"
+            f"{as_policy(policy).name}{' in a dry run' if dry_run else ''} may look at what the "
+            "optimizer does, and at how far the loop is: give attach optimizer=, and num_epochs= "
+            "of at least 1"
         )
-    return EpochPolicy(policy, optimizer, num_epochs)
+    if dry_run:
+        _refuse_no_list(model)
+    watching = EpochPolicy(policy, optimizer, num_epochs, dry_run=dry_run)
+    return CachedLoop(model, watching, settings)
+
+
+def _refuse_no_list(model: nn.Module) -> None:
+    try:
+        find_layers(model)
+    except ValueError as error:
+        # It speaks of an argument that `attach` has not.
+        what = str(error).partition("; give layers=")[0]
+        raise ValueError(f"{what}; attach the part of the model that has one such list") from error
 
 
 @final
@@ -149,8 +153,19 @@ class CachedLoop:
         """
         return CacheStats() if self._rows is None else self._rows.stats
 
+    @property
+    def advice(self) -> FreezeAdvice | None:
+        """Return what the policy has said so far, and why; None where numbers say what freezes."""
+        return self._freezes.advice if isinstance(self._freezes, EpochPolicy) else None
+
     def freeze_bottom(self, num_frozen: int) -> None:
-        """Freeze this many blocks from the next epoch on."""
+        """Freeze this many blocks from the next epoch on.
+
+        Raises:
+            ValueError: this is a dry run.
+        """
+        if isinstance(self._freezes, EpochPolicy) and self._freezes.dry_run:
+            raise ValueError("a dry run freezes nothing; attach the model without dry_run=True")
         self._stop_watching()
         self._freezes = lambda _: num_frozen
 
@@ -170,6 +185,13 @@ class CachedLoop:
 
     def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._never_begun.detach()
+        if self._is_closed:
+            raise ValueError("this loop was closed; attach the model anew")
+        if isinstance(self._freezes, EpochPolicy) and self._freezes.dry_run:
+            self._ask(self._freezes, loader, None)
+            self._num_begun += 1
+            yield from loader
+            return
         rows = self._start(loader)
         if rows is None:
             yield from self._learning(loader)
@@ -251,15 +273,16 @@ class CachedLoop:
 
     def _freeze(self, rows: RowService, loader: DataLoader[Any]) -> int:
         if isinstance(self._freezes, EpochPolicy):
-            return self._freezes.begin_epoch(self._num_begun, rows, len(loader))
+            return self._ask(self._freezes, loader, rows)
         num_frozen = self._freezes(self._num_begun)
         rows.set_depth(num_frozen)
         return num_frozen
 
+    def _ask(self, policy: EpochPolicy, loader: DataLoader[Any], rows: RowService | None) -> int:
+        return policy.begin_epoch(self._num_begun, self._model, len(loader), rows=rows)
+
     def _start(self, loader: DataLoader[Any]) -> RowService | None:
         """Return what serves the loop; None where its first forward must tell how."""
-        if self._is_closed:
-            raise ValueError("this loop was closed; attach the model anew")
         if self._rows is None:
             base = base_of(loader)
             with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from freeze import FreezePolicy, PolicyFunction
-from freeze.advisor import Observer, ThawCheck, learning_rates
+from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.row_service import RowService
 
 
 @final
-class EpochPolicy(Observer):
+class EpochPolicy(FreezeObserver):
     """Watch an optimizer's steps, and freeze before each epoch what a policy says.
 
     Args:
@@ -23,25 +23,29 @@ class EpochPolicy(Observer):
     """
 
     def __init__(
-        self, policy: FreezePolicy | PolicyFunction, optimizer: Optimizer, num_epochs: int
+        self,
+        policy: FreezePolicy | PolicyFunction,
+        optimizer: Optimizer,
+        num_epochs: int,
+        *,
+        dry_run: bool,
     ) -> None:
-        super().__init__(policy, every_steps=sys.maxsize, act=True)
-        self.keeps_outputs = self.asks_first = True
+        super().__init__(policy, every_steps=sys.maxsize, dry_run=dry_run)
         self._optimizer, self._num_epochs = optimizer, num_epochs
-        self._rows: RowService | None = None
         self._step, self._owes_end = 0, False
         self._handles: list[RemovableHandle] = []
 
-    def begin_epoch(self, epoch: int, rows: RowService, num_batches: int) -> int:
+    def begin_epoch(
+        self, epoch: int, model: nn.Module, num_batches: int, *, rows: RowService | None
+    ) -> int:
         """Freeze what the coming epoch freezes; return how many blocks. Collective."""
-        if self._rows is None:
+        if not self._handles:
             self._rows = rows
-            model = rows.task.model.model
             self.begin(
                 model,
+                [self._optimizer],
                 max_steps=num_batches * self._num_epochs,
                 steps_per_epoch=num_batches,
-                thaw_check=ThawCheck(model, [self._optimizer], is_replicated=rows.world.size > 1),
             )
             self._handles = [
                 self._optimizer.register_step_pre_hook(self._end_last),
@@ -52,31 +56,15 @@ class EpochPolicy(Observer):
             per_epoch = max(1, round(self._step / epoch))
             self.expect(max_steps=per_epoch * self._num_epochs, steps_per_epoch=per_epoch)
         self._end_last()
-        rate, _ = learning_rates(self._optimizer.param_groups)
-        return self.look(self._step, learning_rate=rate, epoch=epoch).num_frozen
-
-    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        return list(self._served.row_blocks)
-
-    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
-        return self._served.thawed_by(num_frozen)
-
-    def carry_out(self, num_frozen: int) -> None:
-        self._served.set_depth(num_frozen)
-
-    def agreed(self, num_frozen: int) -> int:
-        return self._served.agreed(num_frozen)
+        return self.look(self._step, epoch=epoch)
 
     def close(self) -> None:
-        """Watch no more."""
-        self.end()
+        """Watch no more, and say what was seen."""
+        if self._handles:
+            self.publish()
         for handle in self._handles:
             handle.remove()
-
-    @property
-    def _served(self) -> RowService:
-        assert self._rows is not None
-        return self._rows
+        self._handles = []
 
     def _note(self, *_: Any) -> None:
         self.end_update()
@@ -86,5 +74,4 @@ class EpochPolicy(Observer):
         # Only now the schedule has set the next step's rate.
         if self._owes_end:
             self._owes_end = False
-            rate, peak = learning_rates(self._optimizer.param_groups)
-            self.end_step(self._step, learning_rate=rate, peak_learning_rate=peak)
+            self.end_step(self._step)

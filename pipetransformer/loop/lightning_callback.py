@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from freeze import FreezeChoice
-from freeze.advisor import LightningFreezeAdvisor, learning_rates
 from pipetransformer.loop.loaders import base_of
 from pipetransformer.loop.serving_observer import ServingObserver
 
@@ -21,7 +21,7 @@ _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
 @final
-class LightningFreezeCallback(ServingObserver, LightningFreezeAdvisor):
+class LightningFreezeCallback(ServingObserver, Callback):
     """Freeze a model's bottom blocks as a policy says, and have it start above them.
 
         trainer = Trainer(..., callbacks=[LightningFreezeCallback(freeze=[0, 2, 4])])
@@ -30,42 +30,47 @@ class LightningFreezeCallback(ServingObserver, LightningFreezeAdvisor):
     and the policy's state: a resumed training goes on with them. Rows are made anew.
 
     Args:
-        freeze, every_steps, cache, layers, settings: see `ServingObserver`. The precision is the
-            trainer's.
+        freeze, settings: see `ServingObserver`, also for its `every_steps`, `cache`, `dry_run` and
+            `layers`. The precision is the trainer's.
         model: the name of the part of the LightningModule that its steps give batches to; None
             takes the only one with weights.
     Raises:
-        ValueError: at the start: the training is one whose blocks cannot freeze, or whose model or
-            samples cannot be cached. Whenever blocks thaw that were frozen before: no optimizer
-            has their weights.
+        ValueError: at the start: the training's length is not known, its blocks cannot freeze, or
+            its model or samples cannot be cached. Whenever blocks thaw that were frozen before: no
+            optimizer has their weights.
     """
 
-    def __init__(
-        self,
-        freeze: FreezeChoice,
-        *,
-        every_steps: int | None = None,
-        cache: bool = True,
-        layers: Sequence[nn.Module] | None = None,
-        model: str | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(freeze, every_steps=every_steps, cache=cache, layers=layers, **settings)
+    _num_seen = 0
+
+    def __init__(self, freeze: FreezeChoice, *, model: str | None = None, **settings: Any) -> None:
+        super().__init__(freeze, **settings)
         self._name = model
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._before = torch.get_rng_state()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        _refuse_what_cannot_freeze(trainer)
-        model, loader = _part(pl_module, self._name), trainer.train_dataloader
-        precision = _PRECISIONS.get(trainer.precision)
-        self.begin_rows(model, loader, precision=precision)
-        super().on_train_start(trainer, pl_module)
+        if not self.dry_run:
+            _refuse_what_cannot_freeze(trainer)
+        max_steps, steps_per_epoch = _lengths(trainer)
+        if self.makes_rows:
+            model, precision = _part(pl_module, self._name), _PRECISIONS.get(trainer.precision)
+            self.begin_rows(model, trainer.train_dataloader, precision=precision)
+        self._num_seen = trainer.global_step
+        if not self._num_seen:
+            self.forget()
+        self.begin(
+            pl_module,
+            trainer.optimizers,
+            max_steps=max_steps,
+            steps_per_epoch=steps_per_epoch,
+            # Only plugins of mixed precision have one.
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+        )
         if not self.advice.looks:
-            rate, _ = learning_rates(trainer.optimizers[0].param_groups)
-            self.look(trainer.global_step, learning_rate=rate)
-        self._begin_first_epoch(trainer, loader)
+            self.look(trainer.global_step)
+        if self.makes_rows:
+            self._begin_first_epoch(trainer, trainer.train_dataloader)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.take_over(trainer.train_dataloader)
@@ -75,9 +80,23 @@ class LightningFreezeCallback(ServingObserver, LightningFreezeAdvisor):
     ) -> None:
         self.let_go()
 
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._num_seen:
+            return  # Gradients are still being accumulated.
+        self._num_seen = trainer.global_step
+        self.end_update()
+        self.end_step(self._num_seen)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.end_evaluation(trainer.global_step, metrics)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.end_rows()
-        super().on_train_end(trainer, pl_module)
+        self.publish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.end_rows()
@@ -114,6 +133,20 @@ def _part(module: nn.Module, name: str | None) -> nn.Module:
             "that its steps give batches to: LightningFreezeCallback(..., model='name')"
         )
     return next(iter(parts.values()))
+
+
+def _lengths(trainer: Any) -> tuple[int, int]:
+    """Return the steps of the training and of an epoch; data without a length is one epoch."""
+    steps = trainer.estimated_stepping_batches
+    if not 1 <= steps < math.inf:
+        raise ValueError(
+            "LightningFreezeCallback must know how many steps the training takes, which "
+            f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps} with "
+            f"{trainer.num_training_batches} batches an epoch do not say; give max_steps, or "
+            "max_epochs with a dataset that has a length, or with limit_train_batches"
+        )
+    per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    return int(steps), math.ceil(min(steps, per_epoch))
 
 
 def _refuse_what_cannot_freeze(trainer: Any) -> None:

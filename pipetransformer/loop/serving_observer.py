@@ -4,7 +4,7 @@ trainer's hook             here
 training begins            begin_rows: look at the model and the samples
 an epoch begins            take_over: the loader gives cached batches
 its first batch is there   let_go: the loader is as it was
-a look at the weights      carry_out: freeze, and have rows of that depth
+a look at the weights      freeze, and have rows of that depth
 training ends              end_rows
 """
 
@@ -15,17 +15,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from torch import distributed as dist
 from torch import nn
 
 from autocache import CacheStats
 from freeze import FreezeChoice, chosen_policy
-from freeze.advisor import Observer
+from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.row_service import RowService
 from pipetransformer.loop.settings import check_settings
 
 
-class ServingObserver(Observer):
+class ServingObserver(FreezeObserver):
     """Be what the callbacks of trainers share; each brings its trainer's hooks.
 
     Args:
@@ -33,6 +32,8 @@ class ServingObserver(Observer):
         every_steps: optimizer steps between two questions to the policy; None asks it before each
             epoch. It is asked before the first step, too.
         cache: whether rows are kept; without, blocks only freeze.
+        dry_run: whether nothing freezes, and the training's numbers stay as without the callback.
+            At its end a warning says what would have frozen when, and what that would save.
         layers: the model's blocks, bottom first; None finds them.
         settings: those of `attach`.
     """
@@ -43,6 +44,7 @@ class ServingObserver(Observer):
         *,
         every_steps: int | None = None,
         cache: bool = True,
+        dry_run: bool = False,
         layers: Sequence[nn.Module] | None = None,
         **settings: Any,
     ) -> None:
@@ -52,10 +54,10 @@ class ServingObserver(Observer):
                 f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
                 "effect; leave that out"
             )
-        super().__init__(chosen_policy(freeze), every_steps=every_steps, act=True, layers=layers)
-        self.keeps_outputs, self.asks_first = cache, True
-        self._caches, self._settings = cache, settings
-        self._rows: RowService | None = None
+        policy = chosen_policy(freeze)
+        super().__init__(policy, every_steps=every_steps, dry_run=dry_run, layers=layers)
+        self.keeps_outputs, self.makes_rows = cache, cache and not dry_run
+        self._settings = settings
         self._swap = ExitStack()
         self._stats = CacheStats()
 
@@ -74,8 +76,6 @@ class ServingObserver(Observer):
             precision: of the trainer's autocast.
         """
         self.end_rows()  # Of a training that has failed.
-        if not self._caches:
-            return
         asked = {} if precision is None else {"precision": precision}
         settings = {**asked, **self._settings}
         try:
@@ -89,10 +89,8 @@ class ServingObserver(Observer):
     def take_over(self, loader: Any) -> None:
         """Have the epoch that begins now give cached batches."""
         self.let_go()
-        if self._rows is None:
-            return
         # Without rows the trainer's own workers read as ever.
-        if self._rows.may_ever_serve:
+        if self._rows is not None and self._rows.may_ever_serve:
             self._rows.refuse_another(loader)
             self._swap.enter_context(self._rows.taken_over(loader))
             self._rows.epoch += 1
@@ -108,37 +106,3 @@ class ServingObserver(Observer):
             self._stats = self._rows.stats
             self._at_the_end()
             self._rows = None
-
-    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        if self._rows is None:
-            return super().blocks_of(model)
-        own = list(self._rows.row_blocks)
-        if self._given is not None and [*map(id, self._given)] != [*map(id, own)]:
-            raise ValueError(
-                f"layers has {len(self._given)} blocks, but the model runs {len(own)} others one "
-                "after the other, whose outputs can be cached; leave layers= out, or cache=False"
-            )
-        return own
-
-    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
-        if self._rows is None:
-            return super().thawed_by(num_frozen)
-        return self._rows.thawed_by(num_frozen)
-
-    def carry_out(self, num_frozen: int) -> None:
-        if self._rows is None:
-            super().carry_out(num_frozen)
-        else:
-            self._rows.set_depth(num_frozen)
-
-    def agreed(self, num_frozen: int) -> int:
-        # Policies may look at times, which differ between ranks.
-        if self._rows is not None:
-            return self._rows.agreed(num_frozen)
-        told = [num_frozen]
-        if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(told, src=0)
-        return told[0]
-
-    def refuse_wrapped(self, num_processes: int) -> None:
-        """Leave it to the trainer's own check: what its DistributedDataParallel waits for."""

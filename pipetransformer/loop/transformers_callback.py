@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any, final
 
-from freeze.advisor import FreezeAdvisor, learning_rates
+from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
+
 from pipetransformer.loop.serving_observer import ServingObserver
+
+# Not a class's name: for a class transformers may build the callback anew, without arguments.
+# Checkpoints of version 0.2 have this one.
+_STATE = "freeze_advisor"
+_LOGGER = logging.getLogger(__name__)
 
 
 @final
-class FreezeCallback(ServingObserver, FreezeAdvisor):
+class FreezeCallback(ServingObserver, TrainerCallback):
     """Freeze a model's bottom blocks as a policy says, and have it start above them.
 
         trainer = Trainer(..., callbacks=[FreezeCallback(freeze=[0, 2, 4])])
@@ -18,8 +27,8 @@ class FreezeCallback(ServingObserver, FreezeAdvisor):
     frozen, and the policy's state: a resumed training goes on with them. Rows are made anew.
 
     Args:
-        freeze, every_steps, cache, layers, settings: see `ServingObserver`. The precision is the
-            trainer's.
+        freeze, every_steps, cache, dry_run, layers, settings: see `ServingObserver`. The precision
+            is the trainer's.
     Raises:
         ValueError: at the start: the training is one whose blocks cannot freeze, or whose model or
             samples cannot be cached. Whenever blocks thaw that were frozen before: the optimizer
@@ -27,20 +36,32 @@ class FreezeCallback(ServingObserver, FreezeAdvisor):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _refuse_what_cannot_freeze(args)
-        self.begin_rows(
-            kwargs["model"],
-            kwargs["train_dataloader"],
-            precision="bf16" if args.bf16 else "fp16" if args.fp16 else None,
-        )
+        if not self.dry_run:
+            _refuse_what_cannot_freeze(args)
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        if self.makes_rows:
+            precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+            self.begin_rows(model, loader, precision=precision)
         try:
-            super().on_train_begin(args, state, control, **kwargs)
+            self.forget()
+            if state.global_step:
+                self._resume(state)
+            self.begin(
+                model,
+                [kwargs["optimizer"]],
+                max_steps=state.max_steps,
+                steps_per_epoch=_steps_per_epoch(args, state, loader),
+                # Only accelerate's wrapper of an optimizer has one.
+                scaler=getattr(kwargs["optimizer"], "scaler", None),
+            )
             if not self.advice.looks:
-                rate, _ = learning_rates(kwargs["optimizer"].param_groups)
-                self.look(state.global_step, learning_rate=rate)
+                self.look(state.global_step)
         except Exception:
             self.end_rows()  # No trainer ends what it could not begin.
             raise
+        if not self.dry_run and args.gradient_checkpointing and not _is_reentrant(args):
+            # Else the embedding's output wants a gradient, and frozen layers run their backward.
+            model.disable_input_require_grads()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.take_over(kwargs["train_dataloader"])
@@ -48,9 +69,47 @@ class FreezeCallback(ServingObserver, FreezeAdvisor):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.let_go()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # DeepSpeed has its own scaler.
+        self.end_update(skipped=getattr(kwargs["optimizer"], "step_was_skipped", False))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end_step(state.global_step)
+        # A checkpoint of this step is written later, and holds this dict.
+        state.stateful_callbacks[_STATE] = self.state_dict()
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self.end_evaluation(state.global_step, metrics or {})
+        state.stateful_callbacks[_STATE] = self.state_dict()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end_rows()
-        super().on_train_end(args, state, control, **kwargs)
+        self.publish()
+
+    def _resume(self, state: Any) -> None:
+        if (saved := state.stateful_callbacks.get(_STATE)) is not None:
+            self.load_state_dict(saved)
+        elif state.is_world_process_zero:
+            _LOGGER.warning(
+                "the checkpoint's trainer_state.json has no %r, as it was saved without "
+                "FreezeCallback; its policy begins anew at step %d, with no layer frozen",
+                _STATE,
+                state.global_step,
+            )
+
+
+def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
+    """Return the steps of an epoch; data without a length counts as one epoch."""
+    if not has_length(loader):
+        return int(state.max_steps)
+    return math.ceil(len(loader) / args.gradient_accumulation_steps)
+
+
+def _is_reentrant(args: Any) -> bool:
+    # Then checkpointed layers learn only if their input wants a gradient.
+    return bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))
 
 
 def _refuse_what_cannot_freeze(args: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from experiments.benchmarks import advisor, signals
+from experiments.benchmarks import predicted_savings, signals
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
 from experiments.benchmarks.measuring.timed_loop import RivalTask, Sentences, sentences_task
 
@@ -62,8 +62,8 @@ def test_signals_that_change_the_loss_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_the_advisor_s_prediction_stands_beside_what_was_saved(tmp_path: Path) -> None:
-    outcomes = advisor.run(tiny_task(), 1, str(tmp_path))
+def test_a_callback_s_prediction_stands_beside_what_was_saved(tmp_path: Path) -> None:
+    outcomes = predicted_savings.run(tiny_task(), 1, str(tmp_path))
     for outcome in outcomes.values():
         assert 0 < outcome.predicted < 1 and outcome.saved < 1
     assert outcomes[False].predicted < outcomes[True].predicted

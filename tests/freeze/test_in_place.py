@@ -21,9 +21,9 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from freeze import apply, find_layers
-from freeze.advisor import Observer
+from freeze import QuietUpdates, apply, find_layers
 from freeze.in_place import frozen_in_place, list_before, thawed_by
+from pipetransformer.loop.freeze_observer import FreezeObserver
 from tests.helpers.freezing import Block, Net, same, state
 from tests.helpers.pool import Pool
 
@@ -357,7 +357,9 @@ def observe_flattened() -> str:
     """Begin to watch a model whose layers are one parameter."""
     wrapped = FullyShardedDataParallel(plain_stack(), device_id=torch.device("cpu"))
     try:
-        Observer(layers=list(wrapped.module[1])).begin(wrapped, max_steps=9, steps_per_epoch=3)
+        layers = list(wrapped.module[1])
+        watching = FreezeObserver(QuietUpdates(), every_steps=9, dry_run=True, layers=layers)
+        watching.begin(wrapped, [], max_steps=9, steps_per_epoch=3)
     except ValueError as refusal:
         return str(refusal)
     return ""

@@ -1,10 +1,9 @@
-"""Prove that the callbacks watch and freeze within the real trainers, and survive a resume."""
+"""Policies see the same of a training in the real trainers, and go on in a resumed one."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from freeze import FreezeContext, FreezePolicy, Guarded, apply
-from freeze.advisor import FreezeAdvisor
+from pipetransformer import FreezeCallback
 from tests.helpers.freezing import Net, same, state
 
 
@@ -33,6 +32,11 @@ class Sentences(Dataset[dict[str, Tensor]]):
 
 def two_by_step_four(context: FreezeContext) -> int:
     return 2 if context.step >= 4 else 0
+
+
+def noting(seen: list[FreezeContext]) -> Callable[[FreezeContext], None]:
+    """Return a policy that notes what it sees behind each step, and freezes nothing."""
+    return lambda context: seen.append(context) if context.step else None
 
 
 def bert() -> nn.Module:
@@ -78,20 +82,9 @@ def train(folder: Path, callbacks: list[Any], model: nn.Module, **further: Any) 
 def frozen_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     """Train with two layers frozen from step 4 on; return the folder and the model."""
     folder, model = tmp_path_factory.mktemp("run"), bert()
-    advisor = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
-    train(folder, [advisor], model, save_strategy="steps")
+    callback = FreezeCallback(two_by_step_four, every_steps=2, cache=False)
+    train(folder, [callback], model, save_strategy="steps")
     return folder, model
-
-
-def test_a_run_of_transformers_is_watched_and_not_changed(tmp_path: Path) -> None:
-    advisor, watched, alone = FreezeAdvisor(two_by_step_four, every_steps=2), bert(), bert()
-    train(tmp_path / "watched", [advisor], watched)
-    train(tmp_path / "alone", [], alone)
-    assert same(state(watched), state(alone))
-    said = json.loads((tmp_path / "watched" / "freeze_advice.json").read_text())
-    assert said["text"].startswith("layers 0-1 of 4 quiet since step 4: freezing them would save")
-    assert [look["step"] for look in said["looks"]] == [2, 4, 6, 8]
-    assert all(0 < one < 1 for one in said["looks"][0]["updates"])
 
 
 def test_a_run_of_transformers_freezes_and_resumes_frozen(
@@ -101,32 +94,32 @@ def test_a_run_of_transformers_freezes_and_resumes_frozen(
     resumed, middle = bert(), bert()
     checkpoint = shutil.copytree(folder / "checkpoint-4", tmp_path / "checkpoint-4")
     middle.load_state_dict(BertForSequenceClassification.from_pretrained(checkpoint).state_dict())
-    again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    again = FreezeCallback(two_by_step_four, every_steps=2, cache=False)
     train(tmp_path, [again], resumed, resume=str(checkpoint))
     assert same(state(resumed), state(model))
     assert same(state(middle.bert.encoder.layer[1]), state(resumed.bert.encoder.layer[1]))
     assert not same(state(middle.bert.encoder.layer[2]), state(resumed.bert.encoder.layer[2]))
-    assert again.advice.num_frozen == 2 and again.advice.since == 4
+    assert again.advice.num_frozen == 2 and again.advice.changes == ((4, 2),)
 
 
 def test_a_run_of_transformers_resumes_frozen_in_another_folder(
     tmp_path: Path, frozen_run: tuple[Path, nn.Module]
 ) -> None:
-    again, resumed = FreezeAdvisor(lambda context: None, every_steps=2, act=True), bert()
+    again, resumed = FreezeCallback(lambda context: None, every_steps=2, cache=False), bert()
     further = {"restore_callback_states_from_checkpoint": True, "max_steps": 6}
     train(tmp_path, [again], resumed, resume=frozen_run[0] / "checkpoint-4", **further)
-    assert again.advice.num_frozen == 2 and again.advice.since == 4
+    assert again.advice.num_frozen == 2 and again.advice.changes == ((4, 2),)
     assert not any(p.requires_grad for p in resumed.bert.encoder.layer[:2].parameters())
 
 
-def test_a_resume_without_a_state_says_that_nothing_is_frozen(
+def test_a_resume_without_a_state_says_that_the_policy_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, [], bert(), max_steps=4, save_strategy="steps")
-    again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    again = FreezeCallback(two_by_step_four, every_steps=2, cache=False)
     train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", max_steps=8)
     assert "trainer_state.json has no 'freeze_advisor'" in caplog.text
-    assert again.advice.since == 6
+    assert again.advice.changes == ((4, 2),)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -138,38 +131,26 @@ def test_frozen_layers_that_are_checkpointed_pass_no_gradient_on(
     highest.register_forward_hook(lambda *found: passed.append(found[2].requires_grad))
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     checkpointed = {"gradient_checkpointing": True, **options}
-    advisor = FreezeAdvisor(two_by_step_four, every_steps=2, act=True)
-    train(tmp_path, [advisor], model, **checkpointed)
+    callback = FreezeCallback(two_by_step_four, every_steps=2, cache=False)
+    train(tmp_path, [callback], model, **checkpointed)
     assert passed[-1] is reentrant  # Which layers above need to learn.
     assert same(state(model), state(frozen_run[1]))
 
 
-def test_an_advisor_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> None:
-    advisor, again = FreezeAdvisor(two_by_step_four, every_steps=2, act=True), bert()
-    train(tmp_path, [advisor], bert())
+def test_a_callback_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> None:
+    callback, again = FreezeCallback(two_by_step_four, every_steps=2, cache=False), bert()
+    train(tmp_path, [callback], bert())
     for model in (again, again):
         apply(model, 0)  # The last run has frozen it, so that an optimizer would lack its weights.
-        train(tmp_path, [advisor], model)
-        assert [(one.step, one.num_frozen) for one in advisor.advice.looks] == [
+        train(tmp_path, [callback], model)
+        assert [(one.step, one.num_frozen) for one in callback.advice.looks] == [
+            (0, 0),
             (2, 0),
             (4, 2),
             (6, 2),
             (8, 2),
         ]
-        assert all(one is not None for one in advisor.advice.looks[1].updates)
-
-
-def test_an_advisor_thaws_no_weights_that_an_optimizer_lacks(tmp_path: Path) -> None:
-    advisor, model = FreezeAdvisor(two_by_step_four, every_steps=2, act=True), bert()
-    train(tmp_path, [advisor], model)
-    hooks = [len(one._forward_pre_hooks) for one in model.modules()]
-    # It would begin with no layer frozen, but transformers' optimizer is of those that train.
-    with pytest.raises(ValueError, match="freezing 0 blocks thaws 'bert.embeddings.*36 other wei"):
-        train(tmp_path, [advisor], model)
-    assert not any(p.requires_grad for p in model.bert.encoder.layer[:2].parameters())
-    assert hooks == [len(one._forward_pre_hooks) for one in model.modules()]
-    train(tmp_path, [FreezeAdvisor(lambda context: 2, every_steps=2, act=True)], model)
-    train(tmp_path, [FreezeAdvisor(every_steps=2)], model)  # Without `act` nothing thaws.
+        assert all(one is not None for one in callback.advice.looks[2].updates)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +166,7 @@ def test_epochs_in_transformers_are_as_long_as_its_data(
     tmp_path: Path, further: dict[str, Any], expected: list[int]
 ) -> None:
     seen: list[FreezeContext] = []
-    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=1)], bert(), **further)
+    train(tmp_path, [FreezeCallback(noting(seen), every_steps=1, dry_run=True)], bert(), **further)
     assert [one.epoch for one in seen] == expected
 
 
@@ -193,9 +174,9 @@ def test_a_resumed_run_of_transformers_knows_its_last_evaluation(tmp_path: Path)
     seen: list[FreezeContext] = []
     evaluated = {"eval_strategy": "steps", "eval_steps": 4}
     saved = {"save_strategy": "steps", **evaluated}
-    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=2)], bert(), **saved)
+    train(tmp_path, [FreezeCallback(noting(seen), every_steps=2, dry_run=True)], bert(), **saved)
     assert [one.evaluated_at for one in seen] == [None, None, 4, 4]
-    again = FreezeAdvisor(seen.append, every_steps=2)
+    again = FreezeCallback(noting(seen), every_steps=2, dry_run=True)
     train(tmp_path, [again], bert(), resume=tmp_path / "checkpoint-4", **evaluated)
     assert seen[4].metrics == seen[2].metrics and "eval_loss" in seen[4].metrics
     assert [one.evaluated_at for one in seen[4:]] == [4, 4]
@@ -215,19 +196,19 @@ def test_policies_in_transformers_see_the_optimizer_s_own_peak(
         else make.LinearLR(optimizer, 1.0, 0.01, 8)
     )
     chosen = {"optimizers": (optimizer, scheduler), "max_steps": 2}
-    train(tmp_path, [FreezeAdvisor(seen.append, every_steps=1)], model, **chosen)
+    train(tmp_path, [FreezeCallback(noting(seen), every_steps=1, dry_run=True)], model, **chosen)
     assert [one.peak_learning_rate for one in seen] == [1e-2 if one_cycle else 1e-3] * 2
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_what_is_skipped_in_transformers_is_no_update(tmp_path: Path, optim: str) -> None:
     model = bert()
-    advisor = FreezeAdvisor(two_by_step_four, every_steps=1)
+    callback = FreezeCallback(two_by_step_four, every_steps=1, dry_run=True)
     spoil_second(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     further = {"scaler": scaler, "max_steps": 3, "max_grad_norm": 0.0, "optim": optim}
-    train(tmp_path, [advisor], model, **further)
-    assert [one.updates[0] is None for one in advisor.advice.looks] == [False, True, False]
+    train(tmp_path, [callback], model, **further)
+    assert [one.updates[0] is None for one in callback.advice.looks[1:]] == [False, True, False]
 
 
 def spoil_second(model: nn.Module) -> None:
@@ -281,7 +262,7 @@ class Fit:
     def __call__(
         self,
         module: Any,
-        advisor: Any,
+        callback: Any,
         *,
         data: Any = None,
         resume: Any = None,
@@ -297,7 +278,7 @@ class Fit:
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[advisor, every],
+            callbacks=[callback, every],
             default_root_dir=self.folder,
         )
         data = TensorDataset(torch.ones(32, 3)) if data is None else data
@@ -314,15 +295,15 @@ class Stream(IterableDataset[tuple[Tensor]]):
 
 def test_lightning_s_trainer_freezes_and_resumes_frozen(tmp_path: Path) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
-    advisor = LightningFreezeAdvisor(two_by_step_four, every_steps=2, act=True)
-    fit(fit.module(), advisor)
-    assert str(advisor.advice).startswith("layers 0-1 of 4 frozen since step 4: saves")
+    callback = LightningFreezeCallback(two_by_step_four, every_steps=2, cache=False)
+    fit(fit.module(), callback)
+    assert str(callback.advice).startswith("of 4 layers froze: 2 after step 4. That saves")
     (saved,) = (tmp_path / "saved").glob("step=4.ckpt")
     middle = torch.load(saved, weights_only=True)["state_dict"]
     resumed = fit.module()
-    again = LightningFreezeAdvisor(two_by_step_four, every_steps=2, act=True)
+    again = LightningFreezeCallback(two_by_step_four, every_steps=2, cache=False)
     fit(resumed, again, resume=saved)
     assert again.advice.num_frozen == 2
     assert torch.equal(resumed.net.blocks[1].linear.weight, middle["net.blocks.1.linear.weight"])
@@ -331,34 +312,34 @@ def test_lightning_s_trainer_freezes_and_resumes_frozen(tmp_path: Path) -> None:
 
 def test_lightning_is_looked_at_once_a_step_while_gradients_accumulate(tmp_path: Path) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
     seen: list[FreezeContext] = []
-    advisor = LightningFreezeAdvisor(seen.append, every_steps=2)
-    fit(fit.module(), advisor, accumulate_grad_batches=2)
+    callback = LightningFreezeCallback(noting(seen), every_steps=2, dry_run=True)
+    fit(fit.module(), callback, accumulate_grad_batches=2)
     assert [(one.step, one.max_steps, one.steps_per_epoch) for one in seen] == [
         (2, 4, 4),
         (4, 4, 4),
     ]
     (saved,) = (tmp_path / "saved").glob("step=4.ckpt")
-    again = LightningFreezeAdvisor(seen.append, every_steps=2)
+    again = LightningFreezeCallback(noting(seen), every_steps=2, dry_run=True)
     fit(fit.module(), again, resume=saved, accumulate_grad_batches=2, max_epochs=2)
     assert [one.step for one in seen] == [2, 4, 6, 8]
 
 
 def test_policies_in_lightning_see_the_last_validation(tmp_path: Path) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
     seen: list[FreezeContext] = []
     policy = Guarded(Listening(seen), thaw_on="val_loss")
-    advisor = LightningFreezeAdvisor(policy, every_steps=2)
-    for begin in (0, 4):  # The advisor begins anew.
-        fit(fit.module(), advisor, validates=True, val_check_interval=2)
+    callback = LightningFreezeCallback(policy, every_steps=2, dry_run=True)
+    for begin in (0, 4):  # The callback begins anew.
+        fit(fit.module(), callback, validates=True, val_check_interval=2)
         assert [one.evaluated_at for one in seen[begin:]] == [None, 2, 4, 6]
         assert not seen[begin].metrics and "val_loss" in seen[begin + 1].metrics
     (saved,) = (tmp_path / "saved").glob("step=4.ckpt")
-    fit(fit.module(), advisor, resume=saved, validates=True, val_check_interval=8)
+    fit(fit.module(), callback, resume=saved, validates=True, val_check_interval=8)
     assert [one.evaluated_at for one in seen[8:]] == [2, 2]  # Saved before that of step 4.
 
 
@@ -369,15 +350,19 @@ class Listening(FreezePolicy):
         self._seen = seen
 
     def decide(self, context: FreezeContext) -> None:
-        self._seen.append(context)
+        if context.step:
+            self._seen.append(context)
 
 
 def test_policies_in_lightning_see_the_peak_of_one_cycle(tmp_path: Path) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
     seen: list[FreezeContext] = []
-    fit(fit.module(one_cycle=True), LightningFreezeAdvisor(seen.append, every_steps=2))
+    fit(
+        fit.module(one_cycle=True),
+        LightningFreezeCallback(noting(seen), every_steps=2, dry_run=True),
+    )
     assert [one.peak_learning_rate for one in seen] == [1.0] * 4
     assert max(one.learning_rate for one in seen) > 0.5
 
@@ -390,35 +375,35 @@ def test_lightning_must_say_how_long_it_trains(
     tmp_path: Path, data: Any, further: dict[str, Any]
 ) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
     module = fit.module()
     before = state(module)
     with pytest.raises(ValueError, match="do not say; give max_steps, or max_epochs with a data"):
-        fit(module, LightningFreezeAdvisor(two_by_step_four), data=data, **further)
+        fit(module, LightningFreezeCallback(two_by_step_four), data=data, **further)
     assert same(before, state(module))
 
 
 def test_what_is_skipped_in_lightning_is_no_update(tmp_path: Path) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
     seen: list[FreezeContext] = []
     module = fit.module()
     spoil_second(module)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     precision = fit.lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    advisor = LightningFreezeAdvisor(seen.append, every_steps=1)
+    callback = LightningFreezeCallback(noting(seen), every_steps=1, dry_run=True)
     data = TensorDataset(torch.rand(32, 3, generator=torch.Generator().manual_seed(0)))
-    fit(module, advisor, data=data, plugins=[precision], max_steps=3)
+    fit(module, callback, data=data, plugins=[precision], max_steps=3)
     assert [one.layers[0].relative_update is None for one in seen] == [False, True, False]
 
 
 def test_data_without_a_length_is_one_epoch_of_all_steps(tmp_path: Path) -> None:
     fit = Fit(tmp_path)
-    from freeze.advisor import LightningFreezeAdvisor
+    from pipetransformer import LightningFreezeCallback
 
     seen: list[FreezeContext] = []
-    advisor = LightningFreezeAdvisor(seen.append, every_steps=2)
-    fit(fit.module(), advisor, data=Stream(), max_epochs=-1, max_steps=4)
+    callback = LightningFreezeCallback(noting(seen), every_steps=2, dry_run=True)
+    fit(fit.module(), callback, data=Stream(), max_epochs=-1, max_steps=4)
     assert [(one.max_steps, one.steps_per_epoch) for one in seen] == [(4, 4)] * 2
