@@ -64,7 +64,7 @@ def simulate(place: Place, training: SimulatedTraining, parts: Parts) -> list[Si
         now = frozen if parts.freeze else 0
         prefix_s = None
         if parts.auto_cache and now >= training.cached_from and _pays(place, training, now):
-            hits = 1 - (1 - 1 / place.nodes) ** num_filling
+            hits = 1 - (1 - 1 / num_nodes(place)) ** num_filling
             prefix_s = _cached_s(place, training, before=before, num_frozen=now, hits=hits)
             num_filling += 1
         epochs.append(_epoch(place, training, parts, now, prefix_s))
@@ -96,7 +96,7 @@ def _epoch(
         num_frozen,
         memory_limit_bytes=place.memory_bytes,
         lengths=None if parts.auto_pipe else (fixed,),
-        max_replicas=None if parts.auto_dp else place.nodes,
+        max_replicas=None if parts.auto_dp else num_nodes(place),
         micro_batches=counts,
         prefix_chunk=_chunk(place, training),
         prefix_cached_s=cached_s,
@@ -182,6 +182,11 @@ def sweep(
     return [first, *(_row(name, place, one, ABLATION[ALL]) for name, one in variants.items())]
 
 
+def num_nodes(place: Place) -> int:
+    """Count the nodes, the last of which may not be full."""
+    return -(-place.num_slots // place.slots_per_node)
+
+
 def num_layers(place: Place) -> int:
     """Return how many layers the model has that can freeze."""
     return max(cost.layer for cost in place.profile.sublayers)
@@ -195,7 +200,7 @@ def frozen_by_epoch(alpha: float, num_layers: int, num_epochs: int) -> tuple[int
 
 def _row(name: str, place: Place, training: SimulatedTraining, parts: Parts) -> PartsRow:
     # With the replicas of the start, one a node, the batches are equal.
-    of_pipeline = max(1, training.global_batch // place.nodes)
+    of_pipeline = max(1, training.global_batch // num_nodes(place))
     grows = replace(training, scale_batch=True, global_batch=of_pipeline)
     epochs, grown = (simulate(place, one, parts) for one in (training, grows))
     return PartsRow(

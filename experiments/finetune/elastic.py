@@ -95,9 +95,8 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
     layers = max(cost.layer for cost in measured.profile.sublayers)
     requests = [trainer.plan_request(num_frozen) for num_frozen in range(layers)]
     if trainer.is_main_process:
-        num_samples = len(workload.train_dataset)
-        answers = [find_plan(place, request, plan="fastest") for request in requests]
-        print(answers_text(workload.name, answers, num_samples=num_samples))
+        answers = [find_plan(place, request) for request in requests]
+        print(answers_text(workload.name, answers))
 
 
 def train(options: RunOptions, workload: Workload) -> None:

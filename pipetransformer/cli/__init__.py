@@ -1,20 +1,17 @@
-"""Serve the command line: plan, verify, report, score, export.
+"""Serve the command line: plan, verify, report, score, export, cache, demo.
 
-main ─┬─► plan_command ─► places ─► plan_answer, replicated_stages ─► plan_table
-      ├─► verify_command ─► smaller_config
-      └─► score
-places, verify_command ─► named_model ─► configured_model, lora, known_integers
+main ─┬─► plan_command ─► places ─► plan_answer ─► plan_table
+      └─► verify_command
+places, verify_command ─► named_model ─► samples
 """
 
 from pipetransformer.cli.main import main
-from pipetransformer.cli.model_choice import ModelChoice
-from pipetransformer.cli.named_model import build_named
+from pipetransformer.cli.named_model import ModelChoice, build_named
 from pipetransformer.cli.places import Place, described_place, profiled
 from pipetransformer.cli.plan_answer import find_plan
 from pipetransformer.cli.plan_table import answers_text
-from pipetransformer.cli.score import recorded_score, score
 
 __all__ = [
     "ModelChoice", "Place", "answers_text", "build_named", "described_place", "find_plan",
-    "main", "profiled", "recorded_score", "score",
+    "main", "profiled",
 ]  # fmt: skip

@@ -24,14 +24,11 @@ def add_cache_parser(parser: argparse.ArgumentParser) -> None:
     for one in (listing, removing, checking):
         one.add_argument("folder", type=Path, help="the cache_folder= of the runs")
     which = removing.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "names", nargs="*", default=[], help="sets, by the beginning of their names"
-    )
-    which.add_argument("--all", action="store_true", help="all of them")
-    which.add_argument("--older-than", type=float, metavar="DAYS", help="those not used since")
-    which.add_argument(
-        "--limit-bytes", type=int, help="the least recently used, until the others fit"
-    )
+    add = which.add_argument
+    add("names", nargs="*", default=[], help="sets, by the beginning of their names")
+    add("--all", action="store_true", help="all of them")
+    add("--older-than", type=float, metavar="DAYS", help="those not used since")
+    add("--limit-bytes", type=int, help="the least recently used, until the others fit")
     listing.set_defaults(run=_list)
     removing.set_defaults(run=_remove)
     checking.set_defaults(run=_verify)
@@ -46,14 +43,12 @@ def _sets_in(folder: Path, limit_bytes: int | None = None) -> RowSets:
 def _list(options: argparse.Namespace, say: Callable[[str], object]) -> None:
     facts = _sets_in(options.folder).facts()
     for one in facts:
-        about = one.about
-        text = ", ".join(
-            f"{about[name]} {name}" for name in ("layers", "samples") if name in about
-        )
+        known = [name for name in ("layers", "samples") if name in one.about]
+        about = [one.about.get("model", ""), *(f"{one.about[name]} {name}" for name in known)]
         used = "in use" if one.is_used else f"used {_ago(time.time() - one.last_used)} ago"
         say(
             f"{one.name[:_SHORT]}  {one.num_bytes / 1e6:10.1f} MB  "
-            f"{one.num_whole} of {one.num_rows} rows  {used}  {about.get('model', '')}, {text}"
+            f"{one.num_whole} of {one.num_rows} rows  {used}  {', '.join(about)}"
         )
     say(f"{len(facts)} sets, {sum(one.num_bytes for one in facts) / 1e6:.1f} MB")
 

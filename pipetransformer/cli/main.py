@@ -13,12 +13,51 @@ from pathlib import Path
 from pipetransformer import __version__
 from pipetransformer.checkpoint import add_export_parser, may_be_live
 from pipetransformer.cli.cache_command import add_cache_parser
-from pipetransformer.cli.demo_command import add_demo_parser
 from pipetransformer.cli.plan_command import add_plan_parser
-from pipetransformer.cli.score import add_score_parser
 from pipetransformer.cli.verify_command import add_verify_parser
+from pipetransformer.demo import add_demo_parser
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
-from pipetransformer.report import PAGE_FILE, watch_page, write_page
+from pipetransformer.report import PAGE_FILE, add_score_parser, watch_page, write_page
+
+
+def _add_report_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="the folder= of the run")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="write report.html anew while the run goes on, and have an open page reload itself; "
+        "ends with the run, also an interrupted one, or on Ctrl-C",
+    )
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    folder = options.folder
+    if options.watch:
+        say(f"{folder / PAGE_FILE} follows the run; Ctrl-C ends that")
+        sys.stdout.flush()  # What is piped would see it at the end.
+        watch_page(folder, is_live=partial(may_be_live, folder))
+    else:
+        write_page(folder)
+    say(str(folder / PAGE_FILE))
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "plan": (
+        add_plan_parser,
+        "say what pipeline a model would get, here or on a described cluster",
+    ),
+    "verify": (add_verify_parser, "see whether a model trains here as its own forward does"),
+    "report": (
+        _add_report_parser,
+        "draw a run as report.html: loss and metrics, frozen layers, K and R, where the time "
+        "went, the cache, decisions and what they saw, a step's trace",
+    ),
+    "score": (add_score_parser, "say what freeze policies would have frozen in a run, and saved"),
+    "export": (add_export_parser, "turn a checkpoint into a folder that other programs load"),
+    "cache": (add_cache_parser, "list, check or remove rows that runs have kept"),
+    "demo": (add_demo_parser, "fine-tune a small ViT, frozen and not, in four minutes"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,45 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pipetransformer", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True)
-    add_plan_parser(
-        commands.add_parser(
-            "plan", help="say what pipeline a model would get, here or on a described cluster"
-        )
-    )
-    add_verify_parser(
-        commands.add_parser(
-            "verify", help="see whether a model trains here as its own forward does"
-        )
-    )
-    report = commands.add_parser(
-        "report",
-        help="draw a run as report.html: loss and metrics, frozen layers, K and R, where the time "
-        "went, the cache, decisions and what they saw, a step's trace",
-    )
-    report.add_argument("folder", type=Path, help="the folder= of the run")
-    report.add_argument(
-        "--watch",
-        action="store_true",
-        help="write report.html anew while the run goes on, and have an open page reload itself; "
-        "ends with the run, also an interrupted one, or on Ctrl-C",
-    )
-    report.set_defaults(run=_report)
-    add_score_parser(
-        commands.add_parser(
-            "score", help="say what freeze policies would have frozen in a run, and saved"
-        )
-    )
-    add_export_parser(
-        commands.add_parser(
-            "export", help="turn a checkpoint into a folder that other programs load"
-        )
-    )
-    add_cache_parser(
-        commands.add_parser("cache", help="list, check or remove rows that runs have kept")
-    )
-    add_demo_parser(
-        commands.add_parser("demo", help="fine-tune a small ViT, frozen and not, in four minutes")
-    )
+    for name, (add_options, text) in _COMMANDS.items():
+        add_options(commands.add_parser(name, help=text))
     options = parser.parse_args(arguments)
     try:
         is_answered = options.run(options, print)
@@ -78,14 +80,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pipetransformer: {error}", file=sys.stderr)
         return 1
     return 1 if is_answered is False else 0
-
-
-def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
-    folder = options.folder
-    if options.watch:
-        say(f"{folder / PAGE_FILE} follows the run; Ctrl-C ends that")
-        sys.stdout.flush()  # What is piped would see it at the end.
-        watch_page(folder, is_live=partial(may_be_live, folder))
-    else:
-        write_page(folder)
-    say(str(folder / PAGE_FILE))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,7 @@ from autopipe.cluster import load_cluster, modelled_profile
 from autopipe.loss import Loss, choose_loss
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile, ProfiledSublayer
-from pipetransformer.cli.known_integers import KnownIntegers
-from pipetransformer.cli.model_choice import ModelChoice
-from pipetransformer.cli.named_model import NamedModel, build, build_named
+from pipetransformer.cli.named_model import ModelChoice, NamedModel, build_named, build_shapes
 from pipetransformer.config import TrainConfig, usual_prefix_chunk
 from pipetransformer.elastic import RowRates, complete_request
 from pipetransformer.measure import Measurements, measure
@@ -49,11 +48,6 @@ class Place:
     reads_ahead: bool = False
     assumed: tuple[str, ...] = ()
 
-    @property
-    def nodes(self) -> int:
-        """Count the nodes, the last of which may not be full."""
-        return -(-self.num_slots // self.slots_per_node)
-
 
 def described_place(choice: ModelChoice, cluster_file: str) -> Place:
     """Model the costs on a cluster that a file describes.
@@ -63,21 +57,25 @@ def described_place(choice: ModelChoice, cluster_file: str) -> Place:
     """
     cluster = load_cluster(cluster_file)
     named = build_named(choice, device="meta")
+    profile = modelled_profile(profiled(named), named.sample, cluster)
     return Place(
         cluster.name,
-        modelled_profile(profiled(named), named.sample, cluster),
+        profile,
         cluster.num_slots,
         cluster.slots_per_node,
         cluster.memory_bytes,
         cluster.cache_bytes_per_s,
         reads_ahead=True,
-        assumed=_assumed(named.assumed, named.sample),
+        assumed=_assumed(named.assumed, named.sample, named.masks.asked),
     )
 
 
-def _assumed(sentences: tuple[str, ...], batch: Mapping[str, Tensor]) -> tuple[str, ...]:
-    is_of_texts = "attention_mask" in batch
-    return (*sentences, "no sample is padded") if is_of_texts else sentences
+def _assumed(
+    sentences: tuple[str, ...], batch: Mapping[str, Tensor], asked: bool = False
+) -> tuple[str, ...]:
+    if "attention_mask" in batch:
+        return (*sentences, "no sample is padded")
+    return (*sentences, "each mask that its forward looks at is true") if asked else sentences
 
 
 def profiled(named: NamedModel) -> list[ProfiledSublayer]:
@@ -92,13 +90,11 @@ def _call(
     named: NamedModel, index: int, hidden: Tensor | None, batch: Mapping[str, Tensor]
 ) -> Tensor:
     model, value = named.model, batch if hidden is None else hidden
-    with _disable_current_modes():  # Nobody counts this.
-        named.know(batch)
-        if index and model.is_recorded:
-            # What blocks share, such as masks and rotations, is made once a micro-batch.
-            with named.known, torch.no_grad():
-                model.call(index, value, sides=batch)
-    with named.known:
+    if index and model.is_recorded:
+        # What blocks share, such as masks and rotations, is made once a micro-batch: not counted.
+        with _disable_current_modes(), named.masks, torch.no_grad():
+            model.call(index, value, sides=batch)
+    with named.masks:
         return model.call(index, value, sides=batch)
 
 
@@ -107,16 +103,16 @@ def make_request(
     *,
     global_batch: int,
     num_frozen: int,
-    memory_limit_bytes: int | None,
-    cached: bool,
-    stage_workers: tuple[int, ...] | None = None,
+    memory_limit_bytes: int | None = None,
+    cached: bool = False,
+    **further: Any,
 ) -> PlanRequest:
     """State what the Trainer would ask of its planner.
 
     Args:
         memory_limit_bytes: of a slot; None is the place's.
         cached: whether the frozen prefix's activations may come from the cache.
-        stage_workers: also consider one pipeline of all slots, with these slots a stage.
+        further: fields of `PlanRequest`.
     Raises:
         ValueError: a value is out of range, or the place does not say how fast a cache is.
     """
@@ -126,42 +122,31 @@ def make_request(
             f"{num_frozen} layers cannot be frozen; the model has {most} beside its "
             f"head, which never freezes: give 0 to {most}"
         )
-    if cached and place.cache_bytes_per_s is None:
+    rate = place.cache_bytes_per_s
+    if cached and rate is None:
         raise ValueError(
             f"{place.name} does not say how fast a cache is read; add "
             "cache_bytes_per_s to its file, or leave --cached out"
         )
-    request = PlanRequest(
-        place.num_slots,
-        place.slots_per_node,
-        global_batch,
-        num_frozen,
-        memory_limit_bytes=place.memory_bytes
-        if memory_limit_bytes is None
-        else memory_limit_bytes,
-        prefix_chunk=usual_prefix_chunk(global_batch, place.num_slots),
-        stage_workers=stage_workers,
-    )
-    rate, rows = place.cache_bytes_per_s, None
-    if cached and rate is not None:
-        # Rows that are read for ever pay for being written at any rate.
-        rows = RowRates(rate, rate, place.reads_ahead)
+    # Rows that are read for ever pay for being written at any rate.
+    rows = RowRates(rate, rate, place.reads_ahead) if cached and rate is not None else None
+    shape = place.num_slots, place.slots_per_node, global_batch, num_frozen
+    chunk = usual_prefix_chunk(global_batch, place.num_slots)
+    limit = place.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
+    request = PlanRequest(*shape, memory_limit_bytes=limit, prefix_chunk=chunk, **further)
     return complete_request(request, place.profile, rows=rows)
 
 
 def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> Place:
-    """Measure the costs on this machine, in one process per slot.
+    """Measure the costs of steps of `global_batch` samples here, in one process per slot.
 
-    Args:
-        global_batch: samples of a step.
     Raises:
         ValueError: the model cannot be built, or there is no slot.
         WorkerFailedError: measuring failed.
     """
     assumed: tuple[str, ...] = ()
     if not choice.is_own:  # A wrong name fails here, once, and not in every process.
-        with torch.device("meta"), KnownIntegers():
-            built = build(choice, device="meta")
+        built = build_shapes(choice)
         assumed = _assumed(built.assumed, built.batch)
     with tempfile.TemporaryDirectory(prefix="pipetransformer-plan-") as folder:
         answer = Path(folder) / "answer.json"

@@ -1,4 +1,4 @@
-"""Find the plan for a number of frozen layers, its runners-up, and the choices of other rules."""
+"""Find the fastest plan for a number of frozen layers, its runners-up, and what others choose."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from autopipe.pipedream import ReplicatedPlan, cut_states, optimize, question_of
 from autopipe.plan import (
     ExplainedPlan,
     PipelinePlan,
@@ -21,8 +22,9 @@ from autopipe.plan import (
 from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from pipetransformer.cli.places import Place
-from pipetransformer.cli.replicated_stages import Replicated, replicate
 
+_MOST_SLOTS = 128
+"""Of a node, and nodes, for PipeDream's optimizer: its time grows with their square."""
 _Found = TypeVar("_Found")
 
 
@@ -38,13 +40,25 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Replicated:
+    """Hold PipeDream's choice; each of `stages` names its sublayers."""
+
+    plan: ReplicatedPlan
+    stages: list[list[str]]
+    samples_per_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.plan.to_json(), "stage_nodes": self.stages}
+
+
+@dataclass(frozen=True)
 class Answer:
     """Hold what was found for a number of frozen layers.
 
     Args:
-        chosen: of the planner that was asked for.
         others: runners-up, fastest first.
         refusals: why some lengths have no plan.
+        published: by the published rules.
         pipedream: of PipeDream's optimizer, whose stages have their own replicas.
         near: plans that cannot be told from the fastest, which is among them, shortest first.
         range_s: the chosen plan's step by the quartiles of the measurements; None without a plan.
@@ -61,35 +75,44 @@ class Answer:
     range_s: tuple[float, float] | None = None
 
 
-def find_plan(place: Place, request: PlanRequest, *, plan: str) -> Answer:
-    """Ask all planners, and compare.
-
-    Args:
-        plan: whose plan is chosen. "pipedream" stands beside the fastest. A request with
-            stage_workers gets its pipeline.
-    """
+def find_plan(place: Place, request: PlanRequest) -> Answer:
+    """Ask all planners, and compare. A request with stage_workers gets its pipeline."""
     profile = place.profile
     bare = replace(request, stage_workers=None)  # The published rules do not know them.
     published = _or_refusal(lambda: explain(profile, bare, plan_as_published(profile, bare)))
+    pipedream = _or_refusal(lambda: replicate(profile, request))
     asked = request  # Other lengths than the workers' are still compared, as runners-up.
     if request.stage_workers is not None:
         asked = replace(request, lengths=(len(request.stage_workers),))
     near = _or_refusal(lambda: near_fastest(profile, asked))
-    fastest = near if isinstance(near, Refusal) else explain(profile, asked, near[0])
-    fitting = [] if isinstance(near, Refusal) else candidates(profile, request)
-    chosen = published if plan == "published" else fastest
-    others = runners_up(fitting, None if isinstance(chosen, Refusal) else chosen.plan)
+    if isinstance(near, Refusal):
+        refusals = tuple(_refusals(profile, request, set()))
+        return Answer(place, request, near, (), refusals, published, pipedream)
+    fitting = candidates(profile, request)
     return Answer(
         place,
         request,
-        chosen,
-        tuple(explain(profile, request, other) for other in others),
-        tuple(_refusals(profile, request, {one.length for one in fitting})),
+        explain(profile, asked, near[0]),
+        tuple(explain(profile, request, other) for other in runners_up(fitting, near[0])),
+        tuple(_refusals(profile, request, {plan.length for plan in fitting})),
         published,
-        _or_refusal(lambda: replicate(place, request)),
-        () if isinstance(near, Refusal) else tuple(near),
-        None if isinstance(chosen, Refusal) else step_range(profile, asked, chosen.plan),
+        pipedream,
+        tuple(near),
+        step_range(profile, asked, near[0]),
     )
+
+
+def replicate(profile: Profile, request: PlanRequest) -> Replicated:
+    """Return PipeDream's choice; a ValueError if none fits, or slots or nodes are too many."""
+    asked, limit = question_of(profile, request), request.memory_limit_bytes
+    most = max(level.count for level in asked.levels)
+    if most > _MOST_SLOTS:
+        raise ValueError(f"a level has {most} machines; at most {_MOST_SLOTS} are planned")
+    states = cut_states(asked.graph)
+    plan = optimize(states, asked.levels, activations=True, memory_bytes=limit)
+    names = [node.name for node in asked.graph.nodes]  # A chain's states are its sublayers.
+    stages = [names[leaf.begin : leaf.end] for leaf in plan.leaves]
+    return Replicated(plan, stages, asked.minibatch / plan.seconds)
 
 
 def _or_refusal(find: Callable[[], _Found]) -> _Found | Refusal:

@@ -8,7 +8,9 @@ run ─┬─► trained_here   the donor, nothing frozen, and the elastic run: 
 
 from pipetransformer.demo.digits import build_model, load_digits_split
 from pipetransformer.demo.held_up import HeldUp
-from pipetransformer.demo.run import run_demo
+from pipetransformer.demo.run import add_demo_parser, run_demo
 from pipetransformer.demo.settings import DemoSettings
 
-__all__ = ["DemoSettings", "HeldUp", "build_model", "load_digits_split", "run_demo"]
+__all__ = [
+    "DemoSettings", "HeldUp", "add_demo_parser", "build_model", "load_digits_split", "run_demo",
+]  # fmt: skip

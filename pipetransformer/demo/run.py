@@ -11,6 +11,7 @@ Of the first three each process may hold half of the model, not all of it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -35,6 +36,20 @@ Where another program has a core, the loop's two threads share the other one. Wi
 they spin there, and take fifty times as long. On idle cores this costs the loop 2 %.
 """
 _PACKAGES = {"timm": "its model", "sklearn": "its scans", "plotly": "its page"}
+
+
+def add_demo_parser(parser: argparse.ArgumentParser) -> None:
+    default = DemoSettings()
+    parser.add_argument(
+        "--folder", default=default.folder, help="where results go; an earlier demo's are replaced"
+    )
+    parser.add_argument("--epochs", type=int, default=default.epochs, help="of fine-tuning")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of weights and order")
+    parser.set_defaults(
+        run=lambda options, say: run_demo(
+            DemoSettings(options.folder, options.epochs, options.seed), say
+        )
+    )
 
 
 def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:

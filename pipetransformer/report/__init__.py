@@ -6,6 +6,7 @@ records           records.jsonl, written and read; decisions among them
 progress          the bar
 fit_report        the table at the end, and closing lines
 callbacks         events for the user's callbacks; tensorboard is one of these
+score             what policies would have frozen in a recorded run, and saved
 page              report.html; sections, freeze_sections and trace_section are its parts
 """
 
@@ -22,10 +23,12 @@ from pipetransformer.report.records import (
     read_records,
 )
 from pipetransformer.report.run_log import RunLog
+from pipetransformer.report.score import add_score_parser, recorded_score, score
 from pipetransformer.report.tensorboard import TensorBoard
 
 __all__ = [
     "Callback", "Events", "FitReport", "PAGE_FILE", "RECORDS_FILE", "Record", "RecordedDecision",
-    "RunLog", "TensorBoard", "check_callbacks", "finite", "latest_branch", "read_decisions",
-    "read_records", "run_is_over", "watch_page", "write_page",
+    "RunLog", "TensorBoard", "add_score_parser", "check_callbacks", "finite", "latest_branch",
+    "read_decisions", "read_records", "recorded_score", "run_is_over", "score", "watch_page",
+    "write_page",
 ]  # fmt: skip

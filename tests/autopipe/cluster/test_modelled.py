@@ -22,8 +22,7 @@ from autopipe.plan.search import least_memory_plan, plan_pipeline, predict
 from autopipe.profile.chain import ProfiledSublayer, chain_bytes
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
-from pipetransformer.cli.model_choice import ModelChoice
-from pipetransformer.cli.named_model import build_named
+from pipetransformer.cli.named_model import ModelChoice, build_named
 from pipetransformer.cli.places import profiled
 
 FREE = LinkCost(0.0, math.inf)

@@ -18,7 +18,7 @@ from freeze import (
     frozen_since,
     named_policy,
 )
-from pipetransformer.report import RecordedDecision, read_decisions
+from pipetransformer.report.records import RecordedDecision, read_decisions
 
 
 @dataclass(frozen=True)

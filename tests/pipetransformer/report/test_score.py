@@ -32,8 +32,8 @@ from freeze import (
     as_policy,
 )
 from pipetransformer import PlanSituation, fastest_plan
-from pipetransformer.cli import main, recorded_score, score
-from pipetransformer.report import read_decisions
+from pipetransformer.cli import main
+from pipetransformer.report import read_decisions, recorded_score, score
 from pipetransformer.report import records as decisions_module
 from tests.helpers.models import tiny_model, tiny_trainer
 
