@@ -1,15 +1,14 @@
 """Show the framework at work in four minutes: `pipetransformer demo`.
 
-run ─┬─► trained_here   the donor, nothing frozen, and the elastic run: the Trainer
-     ├─► by_hand        the same freezing without the Trainer: torch's pipeline, a plain loop
-     └─► results        what each run came to, and the table
-                        settings, digits and held_up are under all of them
+command ─┬─► runs      the donor, nothing frozen, the elastic run, and a plain loop by hand
+         └─► results   what each run came to, and the table
+                       digits, the model and its data, is under them
 """
 
+from pipetransformer.demo.command import add_demo_parser, run_demo
 from pipetransformer.demo.digits import build_model, load_digits_split
-from pipetransformer.demo.held_up import HeldUp
-from pipetransformer.demo.run import add_demo_parser, run_demo
-from pipetransformer.demo.settings import DemoSettings
+from pipetransformer.demo.results import HeldUp
+from pipetransformer.demo.runs import DemoSettings
 
 __all__ = [
     "DemoSettings", "HeldUp", "add_demo_parser", "build_model", "load_digits_split", "run_demo",

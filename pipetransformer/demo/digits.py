@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pipetransformer.demo.settings import BATCH_SIZE, NUM_BLOCKS, NUM_PATCHES, DemoSettings
+NUM_BLOCKS = 8
+BATCH_SIZE = 32
 
 
 def build_model(
@@ -21,10 +19,9 @@ def build_model(
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(seed)
-    side = 32
     return VisionTransformer(
-        img_size=side,
-        patch_size=side // math.isqrt(NUM_PATCHES),
+        img_size=32,
+        patch_size=8,
         in_chans=1,
         num_classes=num_classes,
         embed_dim=width,
@@ -33,23 +30,6 @@ def build_model(
         global_pool="avg",
         class_token=False,
     )
-
-
-def fine_tuned(settings: DemoSettings) -> nn.Module:
-    """Build what all runs begin with: the donor's blocks, and a new head for ten digits.
-
-    Raises:
-        ValueError: the donor is of another model, as an earlier version's demo trained.
-    """
-    model = build_model(10, settings.seed)
-    donor = safetensors.torch.load_file(settings.donor)
-    if donor.keys() != {name for name in model.state_dict() if "head" not in name}:
-        raise ValueError(
-            f"{settings.donor} is of another model than this demo's; delete it, and the demo "
-            "trains it anew"
-        )
-    model.load_state_dict(donor, strict=False)
-    return model
 
 
 def load_digits_split(classes: range = range(10)) -> tuple[TensorDataset, TensorDataset]:

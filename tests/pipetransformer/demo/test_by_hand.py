@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetransformer.demo import build_model
-from pipetransformer.demo.by_hand import Blocks, PlainLoop, TorchPipeline
-from pipetransformer.demo.settings import MAX_GRAD_NORM, NUM_BLOCKS
-from pipetransformer.processes import connect
-from tests.helpers.pool import Pool
+from pipetransformer.demo import DemoSettings, build_model, runs
+from pipetransformer.demo.digits import BATCH_SIZE
+from pipetransformer.demo.runs import MAX_GRAD_NORM, PlainLoop
 
 FROZEN = (0, 3, 6)
 SIZE = 8
@@ -23,26 +24,41 @@ def scans() -> tuple[Tensor, Tensor]:
     return images, torch.randint(10, (2 * SIZE,), generator=generator)
 
 
-def trained(loop: PlainLoop | TorchPipeline) -> dict[str, Tensor]:
+class Noted(PlainLoop):
+    """Note what is asked of the loop, and compute nothing."""
+
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+        super().__init__(model, images, labels)
+        self.frozen: list[int] = []
+        self.batches: list[list[int]] = []
+
+    def freeze(self, num_frozen: int) -> None:
+        self.frozen.append(num_frozen)
+
+    def set_gradients(self, ids: list[int]) -> None:
+        self.batches.append(ids)
+
+
+def trained(loop: PlainLoop) -> dict[str, Tensor]:
     """Take two steps at each depth; return the gradients and the weights, by name."""
     found: dict[str, Tensor] = {}
-    optimizer = torch.optim.SGD(loop.blocks.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
     for num_frozen in FROZEN:
         loop.freeze(num_frozen)
         for start in (0, SIZE):
             optimizer.zero_grad()
             loop.set_gradients(list(range(start, start + SIZE)))
             optimizer.step()
-        for name, parameter in loop.blocks.named_parameters():
+        for name, parameter in loop.model.named_parameters():
             if parameter.grad is not None:
                 found[f"{num_frozen} {name}"] = parameter.grad.clone()
-    return found | {name: p.detach().clone() for name, p in loop.blocks.named_parameters()}
+    return found | {name: p.detach().clone() for name, p in loop.model.named_parameters()}
 
 
 def as_anyone_would() -> dict[str, Tensor]:
-    """Train timm's own model alike; names are those of Blocks."""
-    model, (images, labels) = build_model(10, seed=0), scans()
-    blocks, found = Blocks(model, 0, NUM_BLOCKS), dict[str, Tensor]()
+    """Train timm's own model alike."""
+    model: Any = build_model(10, seed=0)
+    (images, labels), found = scans(), dict[str, Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for num_frozen in FROZEN:
         if num_frozen:
@@ -55,10 +71,10 @@ def as_anyone_would() -> dict[str, Tensor]:
             nn.functional.cross_entropy(model(images[one]), labels[one]).backward()
             nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
-        for name, parameter in blocks.named_parameters():
+        for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 found[f"{num_frozen} {name}"] = parameter.grad.clone()
-    return found | {name: p.detach().clone() for name, p in blocks.named_parameters()}
+    return found | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +90,16 @@ def test_the_loop_with_kept_rows_trains_as_timm_s_own_model(expected: dict[str, 
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def half() -> dict[str, Tensor]:
-    world = connect("cpu", timeout_s=60)
-    try:
-        return trained(TorchPipeline(world, build_model(10, seed=0), *scans()))
-    finally:
-        world.close()
-
-
-def test_torch_s_pipeline_trains_as_timm_s_own_model(
-    two_ranks: Pool, expected: dict[str, Tensor]
+def test_the_loop_takes_the_trainer_s_samples_and_freezes_as_it_does(
+    tmp_path: Path,
 ) -> None:
-    below, above = two_ranks.run(half)
-    named = {**below, **above}  # Halves keep the blocks' numbers.
-    assert named.keys() == expected.keys()
-    for name, tensor in named.items():
-        # Micro-batches add up in another order.
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    settings = DemoSettings(folder=str(tmp_path), epochs=20, seed=3)
+    loop = Noted(build_model(10, seed=0), *scans())
+    # Two steps an epoch, of which the second has fewer samples.
+    runs._train(loop, settings, BATCH_SIZE + 4)
+    policy = runs.trainer_settings(settings, "elastic")["freeze"]
+    assert loop.frozen == [policy.at(epoch) for epoch in range(20)]
+    assert [len(ids) for ids in loop.batches[:2]] == [BATCH_SIZE, 4]
+    epochs = [sum(loop.batches[start : start + 2], []) for start in range(0, 40, 2)]
+    assert all(sorted(ids) == list(range(BATCH_SIZE + 4)) for ids in epochs)
+    assert epochs[0] != epochs[1]

@@ -1,13 +1,4 @@
-"""Run the demo: fine-tune a ViT on real scans, elastically and in other ways, and compare.
-
-donor      8 blocks trained on the digits 0-4; made once, kept beside the folder
-unfrozen   fine-tuned on 0-9, nothing frozen, in a pipeline of two
-torch      layers freeze, in torch.distributed.pipelining
-elastic    layers freeze, the pipeline becomes two replicas, frozen layers' outputs are cached
-plain      layers freeze in a loop by hand, without the memory limit
-
-Of the first three each process may hold half of the model, not all of it.
-"""
+"""Offer `pipetransformer demo`: fine-tune a ViT on real scans in three ways, and compare."""
 
 from __future__ import annotations
 
@@ -21,10 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
-from pipetransformer.demo.by_hand import train_by_hand
-from pipetransformer.demo.results import Result, told
-from pipetransformer.demo.settings import NUM_BLOCKS, NUM_SLOTS, RUNS, DemoSettings
-from pipetransformer.demo.trained_here import train_donor, train_here
+from pipetransformer.demo.results import TITLES, Result, table
+from pipetransformer.demo.runs import (
+    NUM_SLOTS,
+    DemoSettings,
+    train_by_hand,
+    train_donor,
+    train_here,
+)
 from pipetransformer.extras import require
 from pipetransformer.processes import launch
 from pipetransformer.report import PAGE_FILE, write_page
@@ -45,11 +40,11 @@ def add_demo_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=int, default=default.epochs, help="of fine-tuning")
     parser.add_argument("--seed", type=int, default=default.seed, help="of weights and order")
-    parser.set_defaults(
-        run=lambda options, say: run_demo(
-            DemoSettings(options.folder, options.epochs, options.seed), say
-        )
-    )
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace, say: Callable[[str], object]) -> None:
+    run_demo(DemoSettings(options.folder, options.epochs, options.seed), say)
 
 
 def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
@@ -67,19 +62,18 @@ def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
         require(package, purpose=f"the demo, for {purpose},", extra="demo")
     clear_folder(Path(settings.folder))
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # Read once, when a process loads OpenMP.
+    # Each start by a fork server spares the seconds that its imports would take.
     if not settings.donor.exists():
-        say(f"donor: {NUM_BLOCKS} blocks learn the digits 0-4, kept in {settings.donor}")
+        say(f"donor: a ViT learns the digits 0-4, kept in {settings.donor}")
         launch(train_donor, (settings,), num_slots=NUM_SLOTS, start_method="forkserver")
-    for name, run in RUNS.items():
-        say(f"\n{name}: {run.title}, digits 0-9, {settings.epochs} epochs")
-        cores = 1 if run.num_slots > 1 else len(os.sched_getaffinity(0))
-        entry = train_here if name in ("unfrozen", "elastic") else train_by_hand
-        # Each start spares the seconds that its imports would take.
+    for name, (title, _) in TITLES.items():
+        say(f"\n{name}: {title}, digits 0-9, {settings.epochs} epochs")
+        is_plain = name == "plain"  # One process takes all cores.
         launch(
-            entry,
+            train_by_hand if is_plain else train_here,
             (settings, name),
-            num_slots=run.num_slots,
-            cores_per_slot=cores,
+            num_slots=1 if is_plain else NUM_SLOTS,
+            cores_per_slot=len(os.sched_getaffinity(0)) if is_plain else 1,
             start_method="forkserver",
         )
     say(f"\n{write_results(settings)}")
@@ -88,7 +82,7 @@ def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
 def write_results(settings: DemoSettings) -> str:
     """Write summary.json and two runs' pages into the folder; return what they say."""
     folder = Path(settings.folder)
-    results = {name: Result.read(settings.folder_of(name)) for name in RUNS}
+    results = {name: Result.read(settings.folder_of(name)) for name in TITLES}
     summary = {name: asdict(result) for name, result in results.items()}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     pages = [settings.folder_of(name) for name in ("elastic", "unfrozen")]
@@ -96,7 +90,7 @@ def write_results(settings: DemoSettings) -> str:
         write_page(run)
     written = [str((run / PAGE_FILE).relative_to(folder)) for run in pages]
     files = ", ".join([*written, "summary.json", "model.safetensors"])
-    return f"{told(results)}\n\n{folder}: {files}"
+    return f"{table(results)}\n\n{folder}: {files}"
 
 
 def clear_folder(folder: Path) -> None:
