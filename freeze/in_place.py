@@ -124,6 +124,14 @@ def freeze_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> N
         _forget_compiled()
 
 
+def freeze_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Freeze modules, wherever they are in a model, and keep them in eval mode; nothing else."""
+    parts = {part for module in modules for part in module.modules()}
+    own = {one for part in parts for one in part._parameters.values() if one is not None}
+    if _freeze_only(model, {*_frozen_by_us(model), *own}) | _keep_in_eval(model, parts):
+        _forget_compiled()
+
+
 def frozen_in_place(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return by name the parameters that `apply` has frozen, and nobody has thawed since."""
     frozen = _frozen_by_us(model)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain, islice
 from typing import Any, final
 
@@ -35,7 +36,7 @@ from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import check_settings
+from pipetransformer.loop.settings import PARTS, check_settings
 from pipetransformer.loop.short_forward import learning
 from pipetransformer.model import refuse_no_module, refuse_wrapper
 
@@ -47,7 +48,8 @@ _CPU = torch.device("cpu")
 def attach(
     model: nn.Module,
     *,
-    freeze: FreezeChoice,
+    freeze: FreezeChoice | None = None,
+    parts: Sequence[str | nn.Module] = (),
     optimizer: Optimizer | None = None,
     num_epochs: int | None = None,
     dry_run: bool = False,
@@ -60,6 +62,10 @@ def attach(
         freeze: how many blocks are frozen, by epoch; a number holds for all. Or a policy, a
             function of a `FreezeContext`, or a policy's name: it is asked before each epoch.
             `freeze_bottom` takes its place.
+        parts: in the place of `freeze`: modules, or their names in the model, that are frozen from
+            the first epoch on and stay in eval mode. What they return for a sample is its row:
+            tensors of any number, one entry a sample. Any module will do: a tower, an encoder, a
+            backbone, or one that is not in the model, such as a teacher, by itself.
         optimizer, num_epochs: of the loop; policies need them to know how far it is.
         dry_run: whether nothing freezes, so that the loop's numbers are as without `attach`. A
             warning at `close` says what would have frozen when, and what that would save.
@@ -77,6 +83,15 @@ def attach(
     check_settings(settings)
     refuse_no_module(model)
     refuse_wrapper(model)
+    if parts:
+        if freeze is not None:
+            raise ValueError("freeze= and parts= exclude each other; attach twice, or give one")
+        root, named = _named_parts(model, parts)
+        return CachedLoop(root, lambda _: 1, {**settings, PARTS: named})
+    if freeze is None or isinstance(freeze, nn.Module):
+        raise ValueError(
+            "give freeze=, how many of the lower blocks are frozen, or parts=, modules that are"
+        )
     policy = chosen_policy(freeze)
     if isinstance(policy, FreezeSchedule) and not dry_run:
         return CachedLoop(model, policy.at, settings)
@@ -90,6 +105,42 @@ def attach(
         _refuse_no_list(model)
     watching = EpochPolicy(policy, optimizer, num_epochs, dry_run=dry_run)
     return CachedLoop(model, watching, settings)
+
+
+def _named_parts(
+    model: nn.Module, parts: Sequence[str | nn.Module]
+) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """Return the module that a loop calls, and its parts by name.
+
+    Raises:
+        TypeError: a part is neither a name nor a module.
+        ValueError: the model has no such part, or a part is of another model, beside others.
+    """
+    if isinstance(parts, (str, nn.Module)):
+        raise TypeError(f"parts= is a {type(parts).__name__}; give a list of names or modules")
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, nn.Module] = {}
+    for one in parts:
+        if isinstance(one, str):
+            if one not in names.values():
+                near = get_close_matches(one, names.values(), n=1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"the model has no module {one!r}{meant}")
+            found[one] = model.get_submodule(one)
+        elif isinstance(one, nn.Module):
+            if one not in names and len(parts) > 1:
+                raise ValueError(
+                    f"this {type(one).__name__} is not in the model; attach it by itself: one "
+                    "model for each `attach`"
+                )
+            found[names.get(one, "")] = one
+        else:
+            raise TypeError(f"parts= has a {type(one).__name__}; give names or modules")
+    inner = [n for n in found for o in found if n != o and found[n] in {*found[o].modules()}]
+    if inner:
+        raise ValueError(f"the part {inner[0]!r} lies within another one; name the outer alone")
+    alone = next((part for part in found.values() if part not in names), None)
+    return (model, found) if alone is None else (alone, {type(alone).__name__: alone})
 
 
 def _refuse_no_list(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import final
 from torch import nn
 
 import freeze as freezing
-from freeze.in_place import freeze_parameters, thawed_by
+from freeze.in_place import freeze_modules, freeze_parameters, thawed_by
 from pipetransformer.loop.loop_model import LoopModel
 
 
@@ -30,20 +30,29 @@ class FrozenBlocks:
             )
 
     def freeze(self, num_frozen: int) -> None:
-        """Have so many blocks frozen, and the others train."""
+        """Have so many blocks frozen, and the others train; or the parts, and nothing else."""
+        if self._known.partial.row.packing is not None:
+            freeze_modules(self._model, self._known.blocks)
+            return
         freezing.apply(self._model, num_frozen, layers=self._known.blocks)
         freeze_parameters(self._model, self._read_below(num_frozen))
 
     def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
         """Return by name the weights that freezing so many would thaw."""
+        if self._known.partial.row.packing is not None:
+            return {}
         staying = self._read_below(num_frozen)
         thawed = thawed_by(self._model, num_frozen, layers=self._known.blocks)
         return {name: p for name, p in thawed.items() if p not in staying}
 
     def _parts_now(self) -> list[tuple[int, str, nn.Module, list[str]]]:
         """List what may freeze: its block, or -1 below them, its name, itself, its parameters."""
-        several = enumerate(self._known.blocks)
-        block_of = {part: index for index, block in several for part in block.modules()}
+        freeze_at_once = self._known.partial.row.packing is not None
+        block_of = {
+            part: 0 if freeze_at_once else index
+            for index, block in enumerate(self._known.blocks)
+            for part in block.modules()
+        }
         watched = set(self._known.watched(self._task.model.num_layers))
         return [
             (block_of.get(part, -1), name, part, [*part._parameters])

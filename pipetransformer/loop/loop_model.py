@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from autocache import HIDDEN
 from autopipe.loss import Loss
-from freeze.in_place import list_before
+from freeze.in_place import freeze_modules, list_before
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed import HeldTargets, Samples
 from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
@@ -31,6 +31,7 @@ from pipetransformer.model import (
     adamw,
     names_of,
     present,
+    present_parts,
     row_of,
 )
 
@@ -97,13 +98,15 @@ class LoopModel:
         with left_alone(model, device), in_own_forward(model):
             middle = len(loader.dataset) // 2 * pieces.num  # type: ignore[arg-type]
             self.example = self.samples.probe([0, middle])
-            layered = self._presented(model, config, settings)
+            show = self._with_parts if settings.parts else self._presented
+            layered = show(model, config, settings)
             if "cache_check" not in settings.cache and not HeldTargets(self.samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
         if any(id(parameter) not in had for parameter in model.parameters()):
             raise ValueError(_UNTIED_LATE)
-        _refuse_lists_before(model, layered)
+        if not settings.parts:
+            _refuse_lists_before(model, layered)
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
         self.partial = PartialForward(self.task, self.example, call)
@@ -126,6 +129,20 @@ class LoopModel:
             ignores_padding=settings.ignores_padding,
             needs=call.needs,
         )
+
+    def _with_parts(
+        self, model: nn.Module, config: TrainConfig, settings: LoopSettings
+    ) -> LayeredModel:
+        """Return what the example shows of a model whose parts are frozen."""
+        call, device = self.calls[0], next(model.parameters()).device
+        entries = {name: self.example[name].to(device) for name in call.parameters.values()}
+
+        def run(given: Mapping[str, Tensor]) -> Any:
+            args, kwargs = call.arguments(given)
+            return model(*args, **kwargs)
+
+        freeze_modules(model, settings.parts.values())
+        return present_parts(model, settings.parts, entries, run, beside=self.collation.targets)
 
     @property
     def sides(self) -> tuple[str, ...]:

@@ -85,9 +85,13 @@ class PartialForward:
             try:
                 self.whole(given)
             except _Reached:
-                reached = self.row.calls[last - 1].hidden_out(answers[-1])
-                return self._samples_first(reached), answers
+                return self._reached(answers, last), answers
         raise RuntimeError(f"the model's forward has left out its block {last - 1}")
+
+    def _reached(self, answers: list[Any], last: int) -> Tensor:
+        if self.row.packing is not None:
+            return self.row.packing.packed(answers)
+        return self._samples_first(self.row.calls[last - 1].hidden_out(answers[-1]))
 
     def _given(
         self, name: str, entries: Mapping[str, Tensor], num: int, device: torch.device
@@ -107,13 +111,16 @@ class PartialForward:
     ) -> Iterator[None]:
         """Have the blocks' `forward` do their part meanwhile."""
         own: dict[int, tuple[bool, Any]] = {}
-        for index, block in enumerate(self.row.blocks[:last]):
+        frozen = self.row.frozen(last)
+        if self.row.packing is not None:  # In the order in which they are called.
+            answers.extend([None] * len(frozen))
+        for index, block in enumerate(frozen):
             own[index] = "forward" in vars(block), block.forward
             if index < first:
                 rows = self._samples_first(hidden) if hidden is not None else None
                 step = self._handing_on(index, rows if index == first - 1 else None)
             else:
-                step = self._running(block.forward, answers, is_last=index == last - 1)
+                step = self._running(index, block.forward, answers, is_last=index == last - 1)
             block.forward = torch.compiler.disable(step)
         try:
             yield
@@ -133,7 +140,7 @@ class PartialForward:
         return hand_on
 
     def _running(
-        self, run: Callable[..., Any], answers: list[Any], *, is_last: bool
+        self, index: int, run: Callable[..., Any], answers: list[Any], *, is_last: bool
     ) -> Callable[..., Any]:
         def run_it(*args: Any, **kwargs: Any) -> Any:
             answers.append(run(*args, **kwargs))
@@ -141,4 +148,10 @@ class PartialForward:
                 raise _Reached
             return answers[-1]
 
-        return run_it
+        def run_part(*args: Any, **kwargs: Any) -> Any:
+            answers[index] = run(*args, **kwargs)
+            if all(one is not None for one in answers):
+                raise _Reached
+            return answers[index]
+
+        return run_it if self.row.packing is None else run_part

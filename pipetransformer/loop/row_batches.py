@@ -85,7 +85,9 @@ class RowBatches:
     ) -> None:
         self._known, self._task, self._world, self._place = known, known.task, world, place
         self._device = next(self._task.model.model.parameters()).device
-        self._is_made_of_rows = known.form.is_whole and not settings.reads
+        # What a teacher is given, others read.
+        is_apart = any(part is known.task.model.model for part in settings.parts.values())
+        self._is_made_of_rows = known.form.is_whole and not settings.reads and not is_apart
         prefix = FrozenPrefix(self._task, known.run_blocks)
         self.feed = SampleFeed(
             prefix,

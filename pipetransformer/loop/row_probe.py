@@ -83,6 +83,13 @@ class RowProbe:
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         return differ(one, other, self.task.computes_in)
 
+    def _rows_differ(self, one: Tensor, other: Tensor) -> bool:
+        packing = self.partial.row.packing
+        if packing is None or one.shape != other.shape:
+            return self._differ(one, other)
+        mine, others = map(packing.tensors, (one, other))
+        return any(map(self._differ, mine, others))
+
     def _split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return a batch's inputs, and those of its other entries that a forward may be given."""
         inputs = self.task.model.inputs
@@ -101,12 +108,15 @@ class RowProbe:
         self, entries: Batch, targets: Batch, hidden: Tensor, depth: int
     ) -> bool:
         """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
-        blocks, entrance = self.partial.row.blocks[:depth], self.partial.row.entrance
+        blocks, entrance = self.partial.row.frozen(depth), self.partial.row.entrance
         with torch.enable_grad():
-            trained = self._run_without_draws(entries, depth)
+            trained, answers = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
-        if learned := _learned(trained, len(hidden)):
-            raise _Finding(f"{learned} takes part in what they return, and goes on learning")
+        # A packed row has no graph, and a chain hands on nothing but its hidden state.
+        is_packed = self.partial.row.packing is not None
+        for one in _tensors_in(answers) if is_packed else [trained]:
+            if learned := _learned(one, len(hidden)):
+                raise _Finding(f"{learned} takes part in what they return, and goes on learning")
         watched = [*blocks, *([] if entrance is None else [entrance])]
         had = [_noted(module) for module in watched]
         # Other samples of the same shapes: a sum over a batch is the same in any order.
@@ -114,11 +124,11 @@ class RowProbe:
         others = {n: t[order.to(t.device)] for n, t in {**entries, **targets}.items()}
         with torch.no_grad():
             again, _ = self._run(others, depth, training=True)
-            if targets and self._differ(again, hidden[order]):
+            if targets and self._rows_differ(again, hidden[order]):
                 again, _ = self._run({n: others[n] for n in entries}, depth, training=True)
-                if not self._differ(again, hidden[order]):
+                if not self._rows_differ(again, hidden[order]):
                     raise _Finding(f"what they return depends on {sorted(targets)}")
-        if self._differ(trained.detach(), hidden) or self._differ(again, hidden[order]):
+        if self._rows_differ(trained.detach(), hidden) or self._rows_differ(again, hidden[order]):
             raise _Finding(
                 "in training the model does something below them, or between them, that it does "
                 "not do in evaluation (noise, statistics of a batch, a factor)"
@@ -133,12 +143,13 @@ class RowProbe:
                 )
         return entrance is not None
 
-    def _run_without_draws(self, entries: Batch, depth: int) -> Tensor:
+    def _run_without_draws(self, entries: Batch, depth: int) -> tuple[Tensor, list[Any]]:
         """Return what blocks return in training, where nothing below their end draws."""
         torch.manual_seed(0)
         before, trained, failure = random_state(self.device), None, None
+        answers: list[Any] = []
         try:
-            trained, _ = self.partial(entries, last=depth, training=True)
+            trained, answers = self.partial(entries, last=depth, training=True)
         except RuntimeError as error:  # A block that was dropped is not reached.
             failure = error
         if random_state(self.device) != before:
@@ -150,7 +161,7 @@ class RowProbe:
         if trained is None:
             assert failure is not None
             raise failure
-        return trained
+        return trained, answers
 
     def _look_at_mates(
         self, ids: Sequence[int], entries: Batch, hidden: Tensor, answers: list[Any], depth: int
@@ -165,7 +176,7 @@ class RowProbe:
             if mask is not None and own.shape != mate.shape:
                 num = int(own_lengths(mask[place : place + 1]))
                 own, mate = own[:, :num], mate[:, :num]
-            if own.shape == mate.shape and self._differ(own, mate):
+            if own.shape == mate.shape and self._rows_differ(own, mate):
                 raise _Finding(
                     "what they return for a sample depends on the other samples of its batch, or "
                     "on its padding"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, final
 
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetransformer.config import TrainConfig, make_config
@@ -19,6 +20,8 @@ SETTINGS = (
 """Fields of `TrainConfig` that a loop may set."""
 
 _READS, _IGNORES = "reads", "ignores_padding"
+PARTS = "parts"
+"""Not set by a user, but from what `attach` is given."""
 _USUAL_BATCH = 32
 
 
@@ -33,19 +36,21 @@ class LoopSettings:
             them.
         ignores_padding: whether the loop reads nothing that the model returns of padding.
         keeps_to_labels: whether the loss reads no position that its label leaves out.
+        parts: modules whose answers are rows, by name; where there are none, blocks freeze.
     """
 
     cache: Mapping[str, Any]
     reads: tuple[str, ...] = ()
     ignores_padding: bool = False
     keeps_to_labels: bool = False
+    parts: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, keeps_to_labels: bool = False) -> LoopSettings:
         """Sort what a user gave; see `check_settings`."""
         cache = {name: value for name, value in settings.items() if name in SETTINGS}
         reads, ignores = tuple(settings.get(_READS, ())), bool(settings.get(_IGNORES))
-        return cls(cache, reads, ignores, keeps_to_labels)
+        return cls(cache, reads, ignores, keeps_to_labels, settings.get(PARTS, {}))
 
     def config(self, loader: DataLoader[Any]) -> TrainConfig:
         """Return the settings of a run that reads as a loader does."""

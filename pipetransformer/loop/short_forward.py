@@ -97,7 +97,7 @@ class ShortForward:
         """Serve this many blocks from now on."""
         self.give_back()
         self.depth = depth
-        blocks = self._row.blocks[:depth]
+        blocks = self._row.frozen(depth)
         if any(isinstance(vars(block).get("forward"), _Forward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
@@ -278,6 +278,9 @@ class ShortForward:
         if rows is None:
             return run(*args, **kwargs)
         hidden = call.hidden_in((args, kwargs))
+        if self._row.packing is not None:
+            self._refuse_other_autocast(hidden.device.type)
+            return self._row.packing.unpacked(index, rows.to(hidden.device))
         if index < self.depth - 1:
             return call.answered(hidden)
         self._refuse_other_autocast(hidden.device.type)

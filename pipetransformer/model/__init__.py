@@ -39,6 +39,7 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
+from pipetransformer.model.parts import present_parts, served
 from pipetransformer.model.peft_models import (
     adapter_names,
     adapters_in_use,
@@ -74,7 +75,8 @@ __all__ = [
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "large_embeddings", "modes_of",
     "modules_with_adapters", "named_optimizer", "named_tensors", "names_of",
-    "output_of", "owned_parameters", "present", "put_state", "qualified_name", "refuse_hooks",
+    "output_of", "owned_parameters", "present", "present_parts", "put_state", "qualified_name",
+    "refuse_hooks",
     "refuse_no_module", "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes",
-    "split_by_layer", "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
+    "served", "split_by_layer", "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

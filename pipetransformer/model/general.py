@@ -162,6 +162,7 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
         biases=sorted(row.learned),
         is_recorded=True,
     )
+    layered.row = row
     layered.reads_by_labels = mask is not None and is_by_token
     return layered
 
@@ -328,10 +329,9 @@ def _untie(model: nn.Module, row: Row) -> None:
 
 
 def row_of(layered: LayeredModel) -> Row:
-    """Return the row of blocks of a model that was presented here."""
-    first = layered.sublayers[1].module
-    assert isinstance(first, _Block)
-    return first.own.row
+    """Return the row of blocks, or the parts, of a model that was presented by running it."""
+    assert layered.row is not None
+    return layered.row
 
 
 def _sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:

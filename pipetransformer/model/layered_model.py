@@ -15,13 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autopipe.loss import LossFunction
+
+if TYPE_CHECKING:
+    from pipetransformer.model.recording import Row
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class LayeredModel:
             then a run compares them with the model's own forward before its first step.
     Attributes:
         owners: the first sublayer, by index, of each tensor. Others may share it: tied weights.
+        row: of blocks, or of parts, where it was found by running the model.
         reads_by_labels: whether it has a padding mask because the loss reads no padding alone.
         plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
             generators while they train.
@@ -89,6 +93,7 @@ class LayeredModel:
     """
 
     reads_by_labels = False
+    row: Row | None = None
 
     def __init__(  # noqa: PLR0913 - the documented interface
         self,

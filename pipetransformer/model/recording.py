@@ -17,13 +17,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+if TYPE_CHECKING:
+    from pipetransformer.model.parts import Packing
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -93,11 +96,12 @@ class Row:
         called_below, called_above: modules outside of blocks that are called there.
         samples_at: the hidden state's dimension of samples: 0, or 1 as in XLNet.
         entrance: the module outside of blocks that returns what the first one is given, if any.
+        packing: of parts that are no chain, which freeze together; see `parts`.
     """
 
     name: str
     blocks: tuple[nn.Module, ...]
-    calls: tuple[BlockCall, ...]
+    calls: tuple[Any, ...]
     below: frozenset[str]
     above: frozenset[str]
     learned: frozenset[str]
@@ -105,6 +109,11 @@ class Row:
     called_above: frozenset[nn.Module]
     samples_at: int
     entrance: nn.Module | None
+    packing: Packing | None = None
+
+    def frozen(self, depth: int) -> tuple[nn.Module, ...]:
+        """Return what is frozen where rows are of this depth; parts all are."""
+        return self.blocks if depth and self.packing is not None else self.blocks[:depth]
 
 
 def find_rows(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[Row]:
@@ -198,7 +207,7 @@ class _Call:
 
 
 @dataclass
-class _Reads(TorchFunctionMode):
+class Reads(TorchFunctionMode):
     """Note which of the model's tensors functions of torch are called with."""
 
     note: Callable[[int], None]
@@ -243,7 +252,7 @@ class _Record:
                     stack.callback(handle.remove)
             stack.callback(register_module_forward_pre_hook(self._note_module).remove)
             stack.callback(register_module_forward_hook(self._note_answer).remove)
-            stack.enter_context(_Reads(self._note_read))
+            stack.enter_context(Reads(self._note_read))
             yield
 
     def _hooks(self, index: int, block: nn.Module) -> list[Any]:

@@ -1,0 +1,270 @@
+"""Models of which a part is frozen, tiny and random, with samples that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+NUM_SAMPLES = 12
+_WORDS, _CLASSES = 60, 5
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Give entries by sample."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+@dataclass(frozen=True)
+class PartCase:
+    """Describe a model, its frozen parts, and samples.
+
+    Args:
+        loss: of a batch.
+        sees: modules within the parts whose calls are counted, by name.
+    """
+
+    build: Callable[[], nn.Module]
+    parts: tuple[str, ...]
+    data: Callable[[], Samples]
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor]
+    sees: tuple[str, ...]
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _class_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def _match_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    scores = model(**batch).logits_per_text
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def _images(size: int = 16, **others: Tensor) -> Samples:
+    return Samples(pixel_values=torch.randn(NUM_SAMPLES, 3, size, size), **others)
+
+
+def _words(num: int) -> Tensor:
+    return torch.randint(3, _WORDS, (NUM_SAMPLES, num))
+
+
+def _labelled_images() -> Samples:
+    images = torch.randn(NUM_SAMPLES, 3, 32, 32)
+    return Samples(x=images, y=torch.arange(NUM_SAMPLES) % _CLASSES)
+
+
+class Headed(nn.Module):
+    """A head on a backbone."""
+
+    def __init__(self, backbone: nn.Module, width: int) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(width, _CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.head(self.backbone(x))
+        return answer
+
+
+class DenseHead(nn.Module):
+    """A head on the hidden states behind three blocks of a ViT."""
+
+    def __init__(self, vit: nn.Module, width: int) -> None:
+        super().__init__()
+        self.vit, self.head = vit, nn.Linear(3 * width, _CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        vit: Any = self.vit
+        hidden, levels = vit.embeddings(x), []
+        for block in vit.layers:
+            hidden = block(hidden)
+            levels.append(hidden)
+        answer: Tensor = self.head(torch.cat(levels[1::2], dim=-1).mean(1))
+        return answer
+
+
+class Blocks(nn.Module):
+    """A row of blocks on patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6))
+
+
+def _dense() -> nn.Module:
+    model = DenseHead(Blocks(), 16)
+    model.vit.requires_grad_(False)  # What lies below a tap must not train.
+    return model
+
+
+def _resnet(name: str) -> nn.Module:
+    import timm
+
+    backbone = timm.create_model(name, num_classes=0)
+    return Headed(backbone, backbone.num_features)
+
+
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+_TEXT = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": _WORDS, "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    texts, images = _TEXT | {"projection_dim": 8}, _VISION | {"projection_dim": 8}
+    return CLIPModel(CLIPConfig(text_config=texts, vision_config=images, projection_dim=8))
+
+
+def _siglip() -> nn.Module:
+    from transformers import SiglipConfig, SiglipModel
+
+    return SiglipModel(SiglipConfig(text_config=_TEXT, vision_config=_VISION))
+
+
+def _llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    return Llava(
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(**_VISION),
+            text_config=LlamaConfig(**_TEXT | {"num_key_value_heads": 2}),
+            image_token_index=5,
+            vision_feature_layer=-1,
+        )
+    )
+
+
+def _llava_data() -> Samples:
+    ids = _words(10)
+    ids[ids == 5] = 6
+    ids[:, 1:5] = 5  # Four patches.
+    ones = torch.ones_like(ids)
+    return _images(input_ids=ids, attention_mask=ones, labels=ids.masked_fill(ids == 5, -100))
+
+
+_SPEECH = {
+    "vocab_size": _WORDS, "num_mel_bins": 8, "d_model": 16, "encoder_layers": 2,
+    "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_source_positions": 10,
+    "max_target_positions": 12, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def _whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration(WhisperConfig(**_SPEECH, dropout=0.1))
+
+
+def _bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    named = {name: value for name, value in _SPEECH.items() if "position" not in name}
+    named.pop("num_mel_bins")
+    return BartForConditionalGeneration(BartConfig(**named, max_position_embeddings=16))
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=_WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def _wav2vec() -> nn.Module:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+
+    return Wav2Vec2ForSequenceClassification(
+        Wav2Vec2Config(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2, use_weighted_layer_sum=True, mask_time_prob=0.0,
+            num_labels=_CLASSES, classifier_proj_size=8, layerdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def _translation() -> Samples:
+    ids = _words(7)
+    return Samples(input_ids=ids, attention_mask=torch.ones_like(ids), labels=_words(5))
+
+
+def _classes() -> Tensor:
+    return torch.arange(NUM_SAMPLES) % _CLASSES
+
+
+CASES: dict[str, PartCase] = {
+    "resnet": PartCase(
+        lambda: _resnet("resnet18"), ("backbone",), _labelled_images, _class_loss,
+        ("backbone.conv1",),
+    ),
+    "convnext": PartCase(
+        lambda: _resnet("convnext_atto"), ("backbone",), _labelled_images, _class_loss,
+        ("backbone.stem.0",),
+    ),
+    "three taps": PartCase(
+        _dense, ("vit.layers.1", "vit.layers.3", "vit.layers.5"),
+        _labelled_images, _class_loss, ("vit.layers.1.0", "vit.layers.5.0"),
+    ),
+    "clip, images": PartCase(
+        _clip, ("vision_model",), lambda: _images(input_ids=_words(12)), _match_loss,
+        ("vision_model.post_layernorm",),
+    ),
+    "clip, texts": PartCase(
+        _clip, ("text_model",), lambda: _images(input_ids=_words(12)), _match_loss,
+        ("text_model.final_layer_norm",),
+    ),
+    "siglip, both": PartCase(
+        _siglip, ("vision_model", "text_model"), lambda: _images(input_ids=_words(12)),
+        _match_loss, ("vision_model.post_layernorm", "text_model.final_layer_norm"),
+    ),
+    "llava": PartCase(
+        _llava, ("model.vision_tower",), _llava_data, _own_loss,
+        ("model.vision_tower.pre_layrnorm",),
+    ),
+    "whisper": PartCase(
+        _whisper, ("model.encoder",),
+        lambda: Samples(input_features=torch.randn(NUM_SAMPLES, 8, 20), labels=_words(6)),
+        _own_loss, ("model.encoder.conv1",),
+    ),
+    "bart": PartCase(
+        _bart, ("model.encoder",), _translation, _own_loss, ("model.encoder.layers.0",),
+    ),
+    "t5": PartCase(_t5, ("encoder",), _translation, _own_loss, ("encoder.final_layer_norm",)),
+    "wav2vec2": PartCase(
+        _wav2vec, ("wav2vec2",),
+        lambda: Samples(input_values=torch.randn(NUM_SAMPLES, 200), labels=_classes()),
+        _own_loss, ("wav2vec2.feature_projection.projection",),
+    ),
+}  # fmt: skip

@@ -1,0 +1,224 @@
+"""A frozen part of a model runs once a sample, and training goes on bit by bit as without rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from pipetransformer import attach
+from tests.helpers.part_models import CASES, NUM_SAMPLES, PartCase
+
+_EPOCHS, _BATCH = 3, 4
+
+
+def _loader(case: PartCase, **settings: Any) -> DataLoader[Any]:
+    torch.manual_seed(1)
+    return DataLoader(case.data(), batch_size=_BATCH, shuffle=True, **settings)
+
+
+def _train(
+    model: nn.Module,
+    case: PartCase,
+    epoch: Callable[[], Iterable[Any]],
+    *,
+    before: Callable[[], None] = lambda: None,
+) -> list[float]:
+    torch.manual_seed(2)
+    trained = [
+        p
+        for name, p in model.named_parameters()
+        if p.requires_grad and not name.startswith(case.parts)
+    ]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    losses = []
+    for _ in range(_EPOCHS):
+        model.train()
+        before()
+        for batch in epoch():
+            optimizer.zero_grad()
+            loss = case.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def _count_runs(model: nn.Module, case: PartCase) -> list[int]:
+    runs = [0]
+
+    def count(*_: object) -> None:
+        runs[0] += 1
+
+    for name in case.sees:
+        model.get_submodule(name).register_forward_hook(count)
+    return runs
+
+
+def _by_hand(model: nn.Module, case: PartCase, **settings: Any) -> list[float]:
+    loader, parts = _loader(case, **settings), [model.get_submodule(one) for one in case.parts]
+
+    def in_eval() -> None:
+        for part in parts:
+            part.requires_grad_(False).eval()
+
+    return _train(model, case, lambda: loader, before=in_eval)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_runs_once_a_sample_and_nothing_else_changes(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build()
+    plain = copy.deepcopy(model)
+    expected = _by_hand(plain, case)
+    runs = _count_runs(model, case)
+    counted: list[tuple[int, int]] = []
+    with attach(model, parts=case.parts) as cached:
+        loader = _loader(case)
+
+        def epoch() -> Iterable[Any]:
+            yield from cached.epoch(loader)
+            counted.append((runs[0], cached.stats.hits))
+            runs[0] = 0
+
+        assert _train(model, case, epoch) == expected
+    assert counted[-1] == (0, NUM_SAMPLES)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Teacher(nn.Module):
+    """Statistics of a batch, and dropout, which a teacher in eval mode has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * 32 * 32, 16)
+        self.rest = nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x.flatten(1))
+        return self.rest(hidden), hidden
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_teacher_outside_of_the_model_is_a_part_by_itself(num_workers: int) -> None:
+    case = CASES["resnet"]
+    torch.manual_seed(0)
+    student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 5))
+    teacher = Teacher()
+    teacher.rest[0].running_mean.normal_()
+    plain, mentor = copy.deepcopy(student), copy.deepcopy(teacher).eval().requires_grad_(False)
+
+    def losses(model: nn.Module, teaches: nn.Module, epoch: Callable[[], Any]) -> list[float]:
+        torch.manual_seed(2)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(_EPOCHS):
+            for batch in epoch():
+                told, _ = teaches(batch["x"])
+                loss = F.kl_div(model(batch["x"]).log_softmax(1), told.softmax(1))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        return found
+
+    settings = {"num_workers": num_workers}
+    loader = _loader(case, **settings)
+    expected = losses(plain, mentor, lambda: loader)
+    loader, runs = _loader(case, **settings), []
+    with attach(student, parts=[teacher]) as cached:
+        teacher.first.register_forward_hook(lambda *_: runs.append(len(runs)))
+        assert losses(student, teacher, lambda: cached.epoch(loader)) == expected
+        assert cached.stats.hits == NUM_SAMPLES
+    # The look at it runs it, too; after the first epoch nothing does.
+    assert len(runs) <= 3 * NUM_SAMPLES // _BATCH + 12
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.tower, self.head = nn.Linear(48, 48), nn.Linear(48, 8), nn.Linear(8, 5)
+        self.num = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num):
+            hidden = self.tower(self.below(x.flatten(1)))
+        answer: Tensor = self.head(hidden)
+        return answer
+
+
+def _small() -> DataLoader[Any]:
+    x, y = torch.randn(NUM_SAMPLES, 3, 4, 4), torch.arange(NUM_SAMPLES) % 5
+    items = [{"x": a, "y": b, "index": i} for i, (a, b) in enumerate(zip(x, y, strict=True))]
+    return DataLoader(items, batch_size=4)
+
+
+def _first_batches(model: nn.Module, parts: Any) -> Any:
+    loader = _small()
+    with attach(model, parts=parts) as cached:
+        for _ in range(2):
+            for batch in cached.epoch(loader):
+                F.cross_entropy(model(batch["x"]), batch["y"]).backward()
+        return cached.stats
+
+
+def test_what_trains_below_a_part_keeps_rows_away(caplog: pytest.LogCaptureFixture) -> None:
+    assert _first_batches(Twice(), ["tower"]).hits == 0
+    assert "takes part in what they return, and goes on learning" in caplog.text
+
+
+def test_frozen_weights_below_a_part_are_part_of_its_stamp(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Twice().eval()
+    model.below.requires_grad_(False)
+    loader = _small()
+    with attach(model, parts=["tower"]) as cached:
+        for epoch in range(3):
+            if epoch == 2:
+                with torch.no_grad():
+                    model.below.weight.mul_(2)
+            for batch in cached.epoch(loader):
+                expected = model(torch.stack([loader.dataset[i]["x"] for i in _ids_of(batch)]))
+                assert torch.equal(model(batch["x"]), expected)
+        assert cached.stats.misses > 0
+    assert "weights of frozen layers were changed" in caplog.text
+
+
+def _ids_of(batch: dict[str, Tensor]) -> list[int]:
+    return batch["index"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        (["towr"], "no module 'towr'; did you mean 'tower'"),
+        ("tower", "give a list"),
+        ([3], "has a int"),
+        (["tower", nn.Linear(2, 2)], "not in the model"),
+    ],
+)
+def test_parts_that_are_none_are_refused(parts: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        attach(Twice(), parts=parts)
+
+
+def test_a_part_that_runs_twice_is_refused() -> None:
+    model = Twice()
+    model.num = 2
+    with pytest.raises(ValueError, match="calls 'tower' 2 times"):
+        _first_batches(model, ["tower"])
+
+
+def test_freeze_and_parts_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        attach(Twice(), parts=["tower"], freeze=1)
+    with pytest.raises(ValueError, match="parts="):
+        attach(Twice(), freeze=nn.Linear(2, 2))  # type: ignore[arg-type]
