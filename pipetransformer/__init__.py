@@ -56,7 +56,6 @@ from pipetransformer.errors import (
     WorkerFailedError,
 )
 from pipetransformer.loop import CachedLoop, FreezeAdvice, attach
-from pipetransformer.measure import Measurements
 from pipetransformer.model import LayeredModel, Sublayer, adamw, named_optimizer, register_adapter
 from pipetransformer.processes import launch
 from pipetransformer.report import Callback, FitReport, TensorBoard
@@ -71,7 +70,7 @@ __all__ = [
     "AlphaSchedule", "AutoFreeze", "CacheStats", "CachedLoop", "Callback", "CallbackError",
     "Change", "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeAdvice",
     "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "GPipe",
-    "Guarded", "LayerStats", "LayeredModel", "Linear", "Loss", "Measurements", "NeverFreeze",
+    "Guarded", "LayerStats", "LayeredModel", "Linear", "Loss", "NeverFreeze",
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
     "Replay", "Ring", "Shadow", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",

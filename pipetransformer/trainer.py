@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from autodp import gather_json
 from autopipe.loss import LossFunction
 from autopipe.plan import PlanRequest
+from autopipe.profile import Profile
 from autopipe.trace import Span, Trace
 from freeze import FreezeChoice, NeverFreeze, as_policy, chosen_policy
 from pipetransformer.checkpoint import (
@@ -78,7 +79,7 @@ from pipetransformer.feed import (
     own_random_numbers,
     samples_of,
 )
-from pipetransformer.measure import Measurements, largest_micro_batch
+from pipetransformer.measure import largest_micro_batch
 from pipetransformer.model import (
     LayeredModel,
     LentModel,
@@ -575,7 +576,7 @@ class Trainer:
         )
 
     def _start_log(self) -> None:
-        profile = self._elastic.planner.measurements.profile
+        profile = self._elastic.planner.profile
         feeds = [f for f in (self._feed, self._evaluator.feed) if f is not None and f.may_cache]
         ids = torch.arange(largest_micro_batch(self._task, self.world))
         measured = self._feed.read_apart(ids) if self._caches else {}
@@ -668,7 +669,7 @@ class Trainer:
                 batch = feed.read(torch.arange(2 * max(2, self.world.size)))
             return verify(task, self.world, model=task.model, loss_fn=loss_fn, batch=batch)
 
-    def measure(self) -> Measurements:
+    def measure(self) -> Profile:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
         with self._ready():
             return self._elastic.measure()
@@ -712,9 +713,9 @@ class Trainer:
         return self._timeline.is_over
 
     @property
-    def measurements(self) -> Measurements | None:
+    def measurements(self) -> Profile | None:
         """Return what decisions are based on; None before the first step."""
-        return self._elastic.measurements
+        return self._elastic.profile
 
     @property
     def decision(self) -> Decision | None:

@@ -4,7 +4,7 @@ request ─► search ─► estimate ─► simulation
              └─ explanation       published: the paper's rules, for comparison
 """
 
-from autopipe.plan.explanation import ExplainedPlan, explain, runners_up
+from autopipe.plan.explanation import ExplainedPlan, explain, runners_up, sureness
 from autopipe.plan.published import (
     Tables,
     best_count,
@@ -32,5 +32,5 @@ __all__ = [
     "Tables", "best_count", "candidates", "explain", "fitting_lengths",
     "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
     "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
-    "step_range", "table_text", "throughput_tables",
+    "step_range", "sureness", "table_text", "throughput_tables",
 ]  # fmt: skip

@@ -141,3 +141,45 @@ def _rank(plan: PipelinePlan) -> tuple[float, int, int]:
     """Order by time, then by length and micro-batches."""
     # Nine digits: times that differ only by rounding count as equal.
     return float(f"{plan.predicted_step_s:.9g}"), plan.length, plan.num_micro_batches
+
+
+def sureness(
+    range_s: tuple[float, float],
+    near: Sequence[PipelinePlan],
+    taken: PipelinePlan,
+    *,
+    current: PipelinePlan | None = None,
+) -> str:
+    """Say how far a plan's step time is known, and which plans are as good.
+
+    Returns:
+        one line; "" where nothing was timed repeatedly.
+
+    Args:
+        range_s: the taken plan's `step_range`.
+        near: from `near_fastest`, if the plan was chosen by it.
+        taken: the chosen plan.
+        current: the plan before it.
+    """
+    low_s, high_s = range_s
+    if low_s == high_s:
+        return ""
+    text = f"a step takes {_ms(low_s)} to {_ms(high_s)} by the quartiles of what was measured"
+    if len(near) < 2 or taken.length not in {plan.length for plan in near}:
+        return text
+    *names, last = (
+        f"K = {plan.length}, M = {plan.num_micro_batches} ({_ms(plan.predicted_step_s)})"
+        for plan in near
+    )
+    if current is not None and taken.length == current.length:
+        rule = "stays, as going costs time"
+    elif taken.length == near[0].length:
+        rule = "is taken, the shortest pipeline"
+    else:
+        rule = "is taken, which saves more until the end than going there costs"
+    alike = f"{', '.join(names)} and {last} cannot be told apart"
+    return f"{text}; {alike}: K = {taken.length} {rule}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"

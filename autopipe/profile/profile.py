@@ -89,6 +89,10 @@ class Profile:
             which are those of slots that all compute and wait for the slowest.
         uncertainty: standard error of the times, as a share of them.
         slowness: how many times longer than the fastest each rank computes; () for equal ranks.
+        cache_bytes_per_s: reading cached rows from the node's store to the device; on a GPU, by a
+            thread beside the step. None if it is not known.
+        cache_write_bytes_per_s: writing rows there for the first time; None if not known.
+        cache_device_bytes_per_s: reading rows in a GPU's memory; None without a GPU.
     Raises:
         ValueError: sizes do not ascend, or a sublayer lacks a time for one of them.
     """
@@ -106,6 +110,9 @@ class Profile:
     idle_node_share: float = 1.0
     uncertainty: float = 0.0
     slowness: tuple[float, ...] = ()
+    cache_bytes_per_s: float | None = None
+    cache_write_bytes_per_s: float | None = None
+    cache_device_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes

@@ -73,7 +73,7 @@ def train(minilm: str, sst2: str, *, seed: int, precision: str | None, num: int)
         trainer.fit()
         seconds = time.perf_counter() - start
         assert trainer.measurements is not None
-        row_bytes = trainer.measurements.profile.prefix_bytes(FROZEN[-1])
+        row_bytes = trainer.measurements.prefix_bytes(FROZEN[-1])
         accuracy = 100 * trainer.evaluate()["accuracy"]
         return PrecisionRun(accuracy, seconds, round(row_bytes), trainer.report.cache_hits)
 

@@ -86,13 +86,13 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
     measured, world = trainer.measure(), trainer.world
     place = Place(
         f"{world.size} processes here",
-        measured.profile,
+        measured,
         world.size,
         world.slots_per_node,
         options.memory_limit_bytes,
         measured.cache_bytes_per_s,
     )
-    layers = max(cost.layer for cost in measured.profile.sublayers)
+    layers = max(cost.layer for cost in measured.sublayers)
     requests = [trainer.plan_request(num_frozen) for num_frozen in range(layers)]
     if trainer.is_main_process:
         answers = [find_plan(place, request) for request in requests]

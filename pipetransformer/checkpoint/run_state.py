@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from autodp import gather_json
+from autopipe.profile import Profile
 from freeze.signals import IntervalSignals
 from pipetransformer.checkpoint.format import Checkpoint, published
 from pipetransformer.checkpoint.resume import (
@@ -33,7 +34,6 @@ from pipetransformer.checkpoint.resume import (
 from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.elastic import Decision, Elasticity, plan_shape
 from pipetransformer.feed import Position
-from pipetransformer.measure import Measurements
 from pipetransformer.model import OptimizerTraits, Task
 from pipetransformer.processes import World, cpu_name, is_restarted, told_by_rank_0
 
@@ -122,21 +122,24 @@ class RunState:
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Measure what is not known, and restore a checkpoint if there is one. Collective."""
-        self._elastic.begin(self._kept_measurements(checkpoint) if checkpoint else None)
+        self._elastic.begin(self._kept_profile(checkpoint) if checkpoint else None)
         if checkpoint:
             self._restore(checkpoint)
             self.continues = self._continues_from(checkpoint)
         step = self._timeline.position.step
         self._elastic.open_journal(from_step=step if self._resumes else None)
 
-    def _kept_measurements(self, checkpoint: Checkpoint) -> Measurements | None:
-        """Return a checkpoint's measurements if all ranks' hardware is the same. Collective."""
+    def _kept_profile(self, checkpoint: Checkpoint) -> Profile | None:
+        """Return a checkpoint's costs if all ranks' hardware is the same. Collective."""
         saved, world = checkpoint.scalars, self._world
         shape, hardware = saved["world"], [rank["hardware"] for rank in saved["ranks"]]
         same = (shape["num_ranks"], shape["slots_per_node"]) == (world.size, world.slots_per_node)
         same = same and hardware[world.rank] == self._hardware
         self._keeps = all(gather_json(same, group=world.group))
-        return Measurements.from_json(saved["measurements"]) if self._keeps else None
+        costs = saved["measurements"]
+        # Version 0.2 saved the rates of the cache's rows beside the profile.
+        costs = {**costs.get("profile", {}), **{n: costs[n] for n in costs if n != "profile"}}
+        return Profile.from_json(costs) if self._keeps else None
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint that any number of ranks may have written. Collective."""
@@ -156,7 +159,7 @@ class RunState:
         signals = [rank["signals"] for rank in scalars["ranks"]]
         self._deployment.active_stage.trained.signals.load(IntervalSignals.joined(signals))
         if not self._keeps:
-            elastic.planner.use(elastic.planner.measurements)
+            elastic.planner.use(elastic.planner.profile)
 
     def _continues_from(self, checkpoint: Checkpoint) -> str:
         """Return where the run continues, and what is set otherwise than at the save."""
@@ -193,7 +196,7 @@ class RunState:
                 "world": plan_shape(self._task, self._world),
                 "position": asdict(self._timeline.position),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
-                "measurements": self._elastic.planner.measurements.to_json(),
+                "measurements": self._elastic.planner.profile.to_json(),
                 "state_names": list(self._task.model.model.state_dict()),
             }
             self._saver.save(

@@ -22,7 +22,7 @@ from autopipe.profile import Profile, ProfiledSublayer
 from pipetransformer.cli.named_model import ModelChoice, NamedModel, build_named, build_shapes
 from pipetransformer.config import TrainConfig, usual_prefix_chunk
 from pipetransformer.elastic import RowRates, complete_request
-from pipetransformer.measure import Measurements, measure
+from pipetransformer.measure import measure
 from pipetransformer.model import Task, adamw
 from pipetransformer.processes import connect, launch
 
@@ -153,11 +153,11 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         # Processes answer by a file, as `launch` returns nothing.
         launch(_measure_here, (choice, global_batch, str(answer)), num_slots=num_slots)
         values = json.loads(answer.read_text())
-    measured = Measurements.from_json(values)
+    measured = Profile.from_json(values["profile"])
     return Place(
         f"this machine, a {values['device'].upper()} for each slot",
         # The sample is made up, so reading it tells nothing of a dataset.
-        replace(measured.profile, read_s=0.0, fetch_s=0.0),
+        replace(measured, read_s=0.0, fetch_s=0.0),
         num_slots,
         num_slots,
         values["memory_bytes"],
@@ -185,7 +185,7 @@ def _measure_here(choice: ModelChoice, global_batch: int, answer: str) -> None:
         measured = measure(_task(named, config), world, lambda ids: named.batch(len(ids)))
         if world.is_main:
             place = {"device": device.type, "memory_bytes": memory_bytes}
-            Path(answer).write_text(json.dumps({**measured.to_json(), **place}))
+            Path(answer).write_text(json.dumps({"profile": measured.to_json(), **place}))
     finally:
         world.close()
 

@@ -8,10 +8,9 @@ from itertools import pairwise
 from textwrap import indent
 from typing import Any
 
-from autopipe.plan import AS_FAST, ExplainedPlan
+from autopipe.plan import AS_FAST, ExplainedPlan, sureness
 from autopipe.trace import as_bytes, text_table
 from pipetransformer.cli.plan_answer import Answer, Refusal
-from pipetransformer.elastic import sureness
 
 _PART_NAMES = {
     "compute_s": "compute",

@@ -1,7 +1,7 @@
 """Decide at a step boundary, write it down, and carry it out.
 
 observing ─► elasticity ─► decision ─► journal
-                │ └─► run_planner ─► planners, costs: which pipeline
+                │ └─► planner ─► costs: which pipeline
                 └───► deployment ─► shards: who holds what, and how it moves
 """
 
@@ -9,22 +9,20 @@ from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.elasticity import Change, Elasticity, plan_shape
 from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
-from pipetransformer.elastic.planners import (
+from pipetransformer.elastic.planner import (
     PlanSituation,
     RowRates,
     complete_request,
     fastest_by_length,
     fastest_per_sample,
     fastest_plan,
-    planner_of,
     published_plan,
-    sureness,
 )
 from pipetransformer.elastic.shards import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
 
 __all__ = [
     "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
     "RowRates", "Elasticity", "WEIGHTS", "complete_request", "fastest_by_length",
-    "fastest_per_sample", "fastest_plan", "plan_shape", "planner_of", "published_plan",
-    "read_looks", "shard_name", "split_shard_name", "sureness",
+    "fastest_per_sample", "fastest_plan", "plan_shape", "published_plan",
+    "read_looks", "shard_name", "split_shard_name",
 ]  # fmt: skip

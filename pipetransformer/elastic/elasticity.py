@@ -20,6 +20,7 @@ from typing import Any, final
 
 from autodp import broadcast_json, gather_json
 from autopipe.plan import PipelinePlan, PlanRequest
+from autopipe.profile import Profile
 from freeze import (
     JOURNAL_FILE,
     FreezeContext,
@@ -35,9 +36,9 @@ from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.journal import Journal
 from pipetransformer.elastic.observing import Observed, Observing
-from pipetransformer.elastic.run_planner import RunPlanner
+from pipetransformer.elastic.planner import RunPlanner
 from pipetransformer.feed import Clock, Timeline
-from pipetransformer.measure import Measurements, measure
+from pipetransformer.measure import measure
 from pipetransformer.model import Task
 from pipetransformer.processes import World, free_bytes, plannable_bytes, tightest
 from pipetransformer.stage import StepResult
@@ -94,6 +95,15 @@ class Change:
     context: FreezeContext | None = None
     look_s: float = 0.0
     observe_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold a decision, and on rank 0 what it rests on; see `Change`."""
+
+    decision: Decision
+    context: FreezeContext | None = None
+    sureness: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,9 +170,9 @@ class Elasticity:
         return self._planner
 
     @property
-    def measurements(self) -> Measurements | None:
-        """Return what decisions are based on; None before `begin`."""
-        return None if self._planner is None else self._planner.measurements
+    def profile(self) -> Profile | None:
+        """Return the measured costs that decisions rest on; None before `begin`."""
+        return None if self._planner is None else self._planner.profile
 
     @property
     def replicas(self) -> int:
@@ -179,13 +189,13 @@ class Elasticity:
         """Describe the coming step to a policy."""
         return self.timeline.clock(self.replicas)
 
-    def begin(self, kept: Measurements | None) -> None:
+    def begin(self, kept: Profile | None) -> None:
         """Measure, where nothing usable was kept; decisions are then possible. Collective."""
         limit, self._has_just_measured = self._memory_limit_bytes(), kept is None
         planner = RunPlanner(
             self._task,
             self._world,
-            measurements=kept or self._measure(),
+            profile=kept or self._measure(),
             memory_limit_bytes=limit,
             may_cache=lambda: self.deployment.feed.may_cache,
         )
@@ -198,12 +208,12 @@ class Elasticity:
         if folder is not None and self._world.is_main:
             self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step or 0)
 
-    def measure(self) -> Measurements:
+    def measure(self) -> Profile:
         """Measure for the decisions to come, unless the beginning just did. Collective."""
         if not self._has_just_measured:
             self.planner.use(self._measure())
         self._has_just_measured = False
-        return self.planner.measurements
+        return self.planner.profile
 
     def plan_request(self, num_frozen: int) -> PlanRequest:
         """Return what a planner would be asked now; possible from `begin` on."""
@@ -228,15 +238,15 @@ class Elasticity:
         observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
         observe_s, look_s = time.perf_counter() - start, observed.look_s
         # Here and not on rank 0 alone: a user's schedule that raises must raise on every rank.
-        clock, told = self.clock(), dict[str, Any]()
+        clock = self.clock()
         start = time.perf_counter()
-        decision = self._publish(clock.step, partial(self._choose, clock, observed, told))
-        change = self._carry_out(decision, start)
+        choice = self._publish(clock.step, partial(self._choose, clock, observed))
+        change = self._carry_out(choice, start)
         if probe is not None and current is None:
             # A look needs a stage. Later looks are compared with this first one.
             look_s = probe.look(self.deployment.active_stage, step)[1]
             observe_s += look_s
-        return replace(change, **told, look_s=look_s, observe_s=observe_s)
+        return replace(change, look_s=look_s, observe_s=observe_s)
 
     def replan(self) -> None:
         """Plan again for a world of another size, with the same frozen layers. Collective.
@@ -245,11 +255,11 @@ class Elasticity:
         """
         current, clock = self._current, self.clock()
 
-        def plan() -> Decision:
+        def choose() -> Choice:
             made = self.planner.plan(clock, current.num_frozen, current, current.resting)
-            return replace(current, plan=made[0], use_cache=made[1])
+            return Choice(replace(current, plan=made[0], use_cache=made[1]))
 
-        self.decision = self._publish(None, plan)
+        self.decision = self._publish(None, choose).decision
 
     def look_back(self) -> None:
         """Take a last look at the layers, if the run probes them. Collective."""
@@ -338,24 +348,18 @@ class Elasticity:
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
 
-    def _choose(self, clock: Clock, observed: Observed, told: dict[str, Any]) -> Decision:
-        """Ask the policy, then the planner. On rank 0.
-
-        Args:
-            told: receives the context, and how sure a new plan is, for the records.
-        """
-        before, told["context"] = self.decision, self._context(clock, observed)
+    def _choose(self, clock: Clock, observed: Observed) -> Choice:
+        """Ask the policy, then the planner. On rank 0."""
+        before, context = self.decision, self._context(clock, observed)
         # A replay asks too, as the policy's own state must go on.
-        freeze = checked_decision(self._policy, told["context"])
+        freeze = checked_decision(self._policy, context)
         recorded, fits = self._recorded(clock.step)
         if recorded is not None and fits:
-            return recorded
+            return Choice(recorded, context)
         # Another world needs another pipeline, but what was frozen must stay what it was.
-        held = recorded or freeze
-        made = self._made(clock, held, before)
-        if made.changes(before):
-            told["sureness"] = self.planner.how_sure(clock, before, made)
-        return made
+        made = self._made(clock, recorded or freeze, before)
+        is_new = made.changes(before)
+        return Choice(made, context, self.planner.how_sure(clock, before, made) if is_new else "")
 
     def _made(
         self, clock: Clock, held: Decision | FreezeDecision, before: Decision | None
@@ -396,22 +400,22 @@ class Elasticity:
     def _review_plan(self) -> Change:
         """Compare a new plan's first steps with the plan before, and choose. Collective."""
         clock, start = self.clock(), time.perf_counter()
-        decision = self._publish(clock.step, partial(self._choose_after_review, clock))
-        change = self._carry_out(decision, start)
+        choice = self._publish(clock.step, partial(self._choose_after_review, clock))
+        change = self._carry_out(choice, start)
         self._review = None  # A plan that was gone back to is not reviewed itself.
         return change
 
-    def _choose_after_review(self, clock: Clock) -> Decision:
+    def _choose_after_review(self, clock: Clock) -> Choice:
         """Keep a new plan after its first steps, or go back to the one before. On rank 0."""
         current, review = self._current, self._review
         assert review is not None
         measured_s = self._pace.median_s if review.was_measured else None
         recorded, fits = self._recorded(clock.step)
         if recorded is not None and fits:
-            return recorded
+            return Choice(recorded)
         kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
         if measured_s is None:
-            return kept
+            return Choice(kept)
         left = review.left
         back = self.planner.same_stages(clock, current, left)
         # A machine that became slower would look alike, but seldom right after a transition.
@@ -419,12 +423,12 @@ class Elasticity:
         self.planner.calibration.correct(current.plan, slower)
         kept = replace(kept, plan=current.plan.lengthened(slower))
         if back is None or measured_s <= (1 + _NOISE) * back.predicted_step_s:
-            return kept
+            return Choice(kept)
         reason = (
             f"back to {plan_name(left)}: {plan_name(current.plan)} takes {measured_s:.3g} s "
             f"a step, instead of {back.predicted_step_s:.3g} s"
         )
-        return replace(kept, plan=back, reason=reason)
+        return Choice(replace(kept, plan=back, reason=reason))
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
         """Return what the journal to repeat has for a step, and whether it fits this world."""
@@ -435,12 +439,14 @@ class Elasticity:
             self._task, self._world
         )
 
-    def _publish(self, step: int | None, make: Callable[[], Decision]) -> Decision:
-        """Make a decision on rank 0, journal it under its step, and tell every rank."""
+    def _publish(self, step: int | None, choose: Callable[[], Choice]) -> Choice:
+        """Choose on rank 0, journal the decision under its step, and tell it to every rank."""
+        choice: Choice | None = None
         answer: dict[str, Any] = {}
         if self._world.is_main:
             try:
-                answer = {"decision": make().to_json()}
+                choice = choose()
+                answer = {"decision": choice.decision.to_json()}
                 if self._journal is not None and step is not None:
                     described: dict[str, Any] = {"world": plan_shape(self._task, self._world)}
                     # Decisions alone do not tell a replay that the policy also sets rates.
@@ -458,15 +464,16 @@ class Elasticity:
             raise PolicyError(f"rank 0: {answer['by_policy']}")
         if "error" in answer:
             raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
-        return Decision.from_json(answer["decision"])
+        decision = Decision.from_json(answer["decision"])
+        return Choice(decision) if choice is None else replace(choice, decision=decision)
 
-    def _carry_out(self, decision: Decision, start: float) -> Change:
-        """Do on all ranks what a decision says, and learn what that took. Collective.
+    def _carry_out(self, choice: Choice, start: float) -> Change:
+        """Do on all ranks what was decided, and learn what that took. Collective.
 
         Args:
             start: when choosing began, by `time.perf_counter`.
         """
-        before, step_before_s = self.decision, self._pace.median_s
+        decision, before, step_before_s = choice.decision, self.decision, self._pace.median_s
         before_plan = before.plan if before else None
         predicted_s = self.planner.predict_transition_s(before_plan, decision.plan)
         is_transition, moved = decision.changes(before), 0
@@ -482,7 +489,17 @@ class Elasticity:
             self._pace = Pace()
             if self._task.config.plan == "fastest":  # Other planners are obeyed, not corrected.
                 self._review = Review.of(before, decision, was_measured=step_before_s is not None)
-        return Change(before, decision, is_transition, seconds, predicted_s, moved, step_before_s)
+        return Change(
+            before,
+            decision,
+            is_transition,
+            seconds,
+            predicted_s,
+            moved,
+            step_before_s,
+            choice.sureness,
+            choice.context,
+        )
 
     def _memory_limit_bytes(self) -> int | None:
         """Return what plans may take on the fullest GPU, or what the user says. Collective."""
@@ -491,7 +508,7 @@ class Elasticity:
         free = plannable_bytes(device) if wanted is None else free_bytes(device)
         return tightest((wanted, *gather_json(free, group=self._world.group)))
 
-    def _measure(self) -> Measurements:
+    def _measure(self) -> Profile:
         held_bytes = self.deployment.held_bytes()
         read = self.deployment.feed.read_apart
         return measure(self._task, self._world, read, held_bytes=held_bytes)

@@ -9,7 +9,7 @@ reading_times     samples and cached rows
 timing            how often, and with cold caches
 """
 
-from pipetransformer.measure.measurements import Measurements, largest_micro_batch, measure
+from pipetransformer.measure.measurements import largest_micro_batch, measure
 from pipetransformer.measure.spans import held_on
 
-__all__ = ["Measurements", "held_on", "largest_micro_batch", "measure"]
+__all__ = ["held_on", "largest_micro_batch", "measure"]

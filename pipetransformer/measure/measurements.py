@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,10 @@ from autopipe.profile import (
     chain_seconds,
     join_chains,
     join_sizes,
+    merge,
     profile_sublayers,
     uncertainty,
 )
-from autopipe.profile import merge as merge_profiles
 from pipetransformer.feed import Batch
 from pipetransformer.measure.kinds import choose_sublayers
 from pipetransformer.measure.link_times import MessageTimes, measure_messages, measure_sums
@@ -55,41 +54,9 @@ _WORK_S = 0.01
 """Seconds computed between two messages while links are timed, so that caches go cold."""
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """Hold what decisions are based on.
-
-    Args:
-        profile: costs of sublayers, links and the rest.
-        cache_bytes_per_s: reading cached rows from the node's store to this device; on a GPU, by a
-            thread beside the step.
-        cache_write_bytes_per_s: writing rows there for the first time; None in measurements of an
-            older version.
-        cache_device_bytes_per_s: reading rows in a GPU's memory; None without a GPU, and in
-            measurements of an older version.
-    """
-
-    profile: Profile
-    cache_bytes_per_s: float
-    cache_write_bytes_per_s: float | None = None
-    cache_device_bytes_per_s: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"profile": self.profile.to_json(), **{n: getattr(self, n) for n in _RATES}}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Measurements:
-        rates = {name: values.get(name) for name in _RATES[1:]}
-        profile = Profile.from_json(values["profile"])
-        return Measurements(profile, values["cache_bytes_per_s"], **rates)
-
-
-_RATES = ("cache_bytes_per_s", "cache_write_bytes_per_s", "cache_device_bytes_per_s")
-
-
 def measure(
     task: Task, world: World, read: Callable[[Tensor], Batch], *, held_bytes: int = 0
-) -> Measurements:
+) -> Profile:
     """Measure sublayers, optimizer, links and memory; every rank gets the medians. Collective.
 
     It may be called while training, and leaves everything as it was. Sublayers that a rank does
@@ -117,6 +84,7 @@ def measure(
     # Workers read while stages compute, so a step does not wait for them.
     fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
     rows = measure_rows(task.config.cache_folder, world.device)
+    on_device = rows.device_byte_s
     own = Profile(
         batch_sizes=tuple(batches),
         sublayers=costs,
@@ -134,11 +102,13 @@ def measure(
             timeout_s=task.config.setup_timeout_s,
         ),
         uncertainty=statistics.median(map(uncertainty, timed.rounds_s)),
+        cache_bytes_per_s=1 / rows.read_byte_s,
+        cache_write_bytes_per_s=1 / rows.write_byte_s,
+        cache_device_bytes_per_s=on_device and 1 / on_device,
     )
-    on_device = rows.device_byte_s
-    rates = 1 / rows.read_byte_s, 1 / rows.write_byte_s, on_device and 1 / on_device
-    agreed = _agree(Measurements(own, *rates), world)
-    return replace(agreed, profile=agreed.profile.smoothed())
+    return merge(
+        [Profile.from_json(one) for one in gather_json(own.to_json(), group=world.group)]
+    ).smoothed()
 
 
 def first_sublayers(costs: Sequence[SublayerCost], span: range, seconds: float) -> range:
@@ -160,19 +130,6 @@ def _with_bytes(
         )
         for index, cost in enumerate(costs)
     )
-
-
-def _agree(own: Measurements, world: World) -> Measurements:
-    """Return the medians of all ranks' measurements, the same on every rank. Collective."""
-    all_own = [
-        Measurements.from_json(one) for one in gather_json(own.to_json(), group=world.group)
-    ]
-    merged = merge_profiles([one.profile for one in all_own])
-    agreed: dict[str, Any] = {"profile": merged.to_json()}
-    for name in _RATES:
-        each = [getattr(one, name) for one in all_own]
-        agreed[name] = None if None in each else sorted(each)[len(each) // 2]
-    return Measurements.from_json(broadcast_json(agreed, group=world.group))
 
 
 def _measure_chain(

@@ -180,7 +180,7 @@ def look(trainer: Trainer) -> float:
     with measuring(measure):
         trainer.measure()
     # The examples must not depend on what was measured.
-    elastic_of(trainer).planner.measurements = before
+    elastic_of(trainer).planner.profile = before
     return loss
 
 

@@ -17,7 +17,7 @@ from autodp.messages import gather_json
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from pipetransformer.elastic import elasticity as steering
-from pipetransformer.measure.measurements import Measurements, measure
+from pipetransformer.measure.measurements import measure
 from pipetransformer.model import Task
 from pipetransformer.processes.world import World
 from tests.helpers.costs import FREE, sums
@@ -25,25 +25,25 @@ from tests.helpers.costs import FREE, sums
 NO_TIME = 1e18
 """Bytes a second of what costs nothing."""
 
-_MEASURED: dict[tuple[Any, ...], Measurements] = {}
-_KEPT: dict[str, Measurements] = {}
+_MEASURED: dict[tuple[Any, ...], Profile] = {}
+_KEPT: dict[str, Profile] = {}
 _SEEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
-def measuring(how: Callable[..., Measurements]) -> Iterator[None]:
+def measuring(how: Callable[..., Profile]) -> Iterator[None]:
     """Let the Trainers inside measure so; `kept` is what they do elsewhere."""
     with mock.patch.object(steering, "measure", how):
         yield
 
 
-def freely(*arguments: Any, **options: Any) -> Measurements:
+def freely(*arguments: Any, **options: Any) -> Profile:
     """Measure, but find that a cache costs nothing."""
     free = {"cache_bytes_per_s": NO_TIME, "cache_write_bytes_per_s": NO_TIME}
     return dataclasses.replace(measure(*arguments, **options), **free)
 
 
-def once(task: Task, world: World, *arguments: Any, **options: Any) -> Measurements:
+def once(task: Task, world: World, *arguments: Any, **options: Any) -> Profile:
     """Measure freely, each model and cluster once in this process."""
     tensors = (*task.model.model.named_parameters(), *task.model.model.named_buffers())
     shapes = tuple((name, t.shape, t.dtype, name in task.trainable) for name, t in tensors)
@@ -53,18 +53,18 @@ def once(task: Task, world: World, *arguments: Any, **options: Any) -> Measureme
     return _MEASURED[key]
 
 
-def never(task: Task, *_: Any, **__: Any) -> Measurements:
+def never(task: Task, *_: Any, **__: Any) -> Profile:
     """Give every sublayer one cost; reading a cache costs nothing."""
     costs = tuple(
         SublayerCost(one.name, one.layer, *[(1e-3,)] * 4, *[64] * 4, 64.0, 64.0)
         for one in task.model.sublayers
     )
     free = LinkCost(FREE.latency_s, NO_TIME)
-    profile = Profile((1,), costs, 0.0, 0.0, 0.0, free, free, sums(bytes_per_s=NO_TIME))
-    return Measurements(profile, cache_bytes_per_s=NO_TIME)
+    sum_costs = sums(bytes_per_s=NO_TIME)
+    return Profile((1,), costs, 0.0, 0.0, 0.0, free, free, sum_costs, cache_bytes_per_s=NO_TIME)
 
 
-def kept(task: Task, world: World, *arguments: Any, **options: Any) -> Measurements:
+def kept(task: Task, world: World, *arguments: Any, **options: Any) -> Profile:
     """Measure each kind of run once in this process, and a model's second time as its first.
 
     It is what all tests do that choose nothing else: measuring took a third of a short run's time.

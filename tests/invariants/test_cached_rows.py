@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from autopipe.profile import Profile
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
-from pipetransformer.measure import Measurements
 from tests.helpers.adapted import LENGTH, classifier
 from tests.helpers.feeds import NUM_SENTENCES, Sentences
 from tests.helpers.inspection import evaluation_feed_of, feed_of, store_of
@@ -183,7 +183,7 @@ def test_rows_that_would_not_be_read_again_are_not_written(epochs: int, is_cache
 EPOCHS = 3
 
 
-def slowly(*arguments: Any, **options: Any) -> Measurements:
+def slowly(*arguments: Any, **options: Any) -> Profile:
     """Find that a cache is slower than computing."""
     measured = never(*arguments, **options)
     return dataclasses.replace(measured, cache_bytes_per_s=1.0)

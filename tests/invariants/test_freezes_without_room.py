@@ -37,7 +37,7 @@ def least_bytes() -> list[int]:
     """Return the bytes that the fullest stage needs at least, by frozen layers."""
     with trainer_of(WANTED) as trainer:
         trainer.begin()
-        profile = trainer.measure().profile
+        profile = trainer.measure()
         requests = map(trainer.plan_request, range(NUM_LAYERS + 1))
         return [max(least_memory_plan(profile, one).peak_bytes) for one in requests]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from autopipe.profile import Profile
 from autopipe.profile.network import LinkCost
-from pipetransformer.measure.measurements import Measurements
 from tests.helpers.delayed import delayed, stream
 from tests.helpers.inspection import elastic_of
 from tests.helpers.marks import slow
@@ -28,16 +28,13 @@ from tests.helpers.scenario import (
 )
 
 
-def heavy_end(*arguments: Any, **options: Any) -> Measurements:
+def heavy_end(*arguments: Any, **options: Any) -> Profile:
     """Find that the head's weights are far too large to be summed over replicas."""
     found = never(*arguments, **options)
-    *others, head = found.profile.sublayers
+    *others, head = found.sublayers
     head = dataclasses.replace(head, parameter_bytes=10**9, gradient_bytes=10**9)
     link = LinkCost(0.0, 1e9)
-    profile = dataclasses.replace(
-        found.profile, sublayers=(*others, head), link=link, node_link=link
-    )
-    return dataclasses.replace(found, profile=profile)
+    return dataclasses.replace(found, sublayers=(*others, head), link=link, node_link=link)
 
 
 def planned(outcome: Outcome, trainer: Any) -> Outcome:
@@ -54,13 +51,12 @@ def train(scenario: Scenario, **settings: Any) -> Outcome:
         return planned(run_to_end(trainer, None), trainer)
 
 
-def light(*arguments: Any, **options: Any) -> Measurements:
+def light(*arguments: Any, **options: Any) -> Profile:
     """Find that one sublayer takes longer than all others together."""
     found = never(*arguments, **options)
-    first, *others = found.profile.sublayers
+    first, *others = found.sublayers
     first = dataclasses.replace(first, forward_s=(1.0,))
-    profile = dataclasses.replace(found.profile, sublayers=(first, *others))
-    return dataclasses.replace(found, profile=profile)
+    return dataclasses.replace(found, sublayers=(first, *others))
 
 
 @measuring(light)

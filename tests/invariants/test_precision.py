@@ -151,7 +151,7 @@ def rows(precision: str | None, cache_dtype: str | None = None) -> tuple[torch.d
         feed = feed_of(trainer)
         assert feed._store is not None and trainer.measurements is not None
         field = feed._store.layout.fields[0]
-        return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements.profile, {})
+        return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements, {})
 
 
 @pytest.mark.parametrize(

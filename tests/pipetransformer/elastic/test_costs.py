@@ -17,7 +17,7 @@ from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
-from pipetransformer.elastic import planners as planning
+from pipetransformer.elastic import planner as planning
 from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, TransitionCost, steady_step
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.elasticity import Review
@@ -239,7 +239,7 @@ def pipelines_of(
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "note", note)
-        patch.setitem(planning._BY_NAME, "fastest", plan)  # type: ignore[arg-type]
+        patch.setitem(planning.PLANNERS, "fastest", plan)  # type: ignore[arg-type]
         trainer = Trainer(tiny_model(), tiny_data(), **made)
         for _ in range(resume_at or 32):
             trainer.step()

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
+from autopipe.profile import Profile
 from pipetransformer import (
     FreezeContext,
     FreezeSchedule,
@@ -22,7 +23,6 @@ from pipetransformer import (
     fastest_plan,
 )
 from pipetransformer.elastic import elasticity as steering
-from pipetransformer.measure import Measurements
 from tests.helpers.forced import train_watched
 from tests.helpers.measured import measuring, never, once
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
@@ -158,11 +158,11 @@ def test_no_stage_needs_more_than_is_free_on_the_fullest_device(two_ranks: Pool)
             assert length == 2 and peak <= less
 
 
-def unsure(*arguments: Any, **options: Any) -> Measurements:
+def unsure(*arguments: Any, **options: Any) -> Profile:
     """Give every sublayer one cost, with quartiles a quarter off."""
     measured = never(*arguments, **options)
-    sublayers = tuple(replace(one, spread=(0.75, 1.25)) for one in measured.profile.sublayers)
-    return replace(measured, profile=replace(measured.profile, sublayers=sublayers))
+    sublayers = tuple(replace(one, spread=(0.75, 1.25)) for one in measured.sublayers)
+    return replace(measured, sublayers=sublayers)
 
 
 @measuring(unsure)

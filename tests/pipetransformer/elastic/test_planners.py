@@ -18,9 +18,8 @@ from pipetransformer.elastic import (
     RowRates,
     complete_request,
     fastest_per_sample,
-    planner_of,
-    sureness,
 )
+from pipetransformer.elastic.planner import PLANNERS
 from tests.helpers import costs
 from tests.helpers.costs import sums
 
@@ -261,11 +260,9 @@ def test_a_growing_batch_is_held_against_the_memory_once_its_replicas_are_known(
         published_plan(situation(**wanted, memory_limit_bytes=limit - 1))
 
 
-def test_a_plan_is_named_or_a_function() -> None:
-    assert planner_of("fastest") is fastest_plan
-    assert planner_of("published") is published_plan
-    assert planner_of(fastest_per_sample) is fastest_per_sample
-    assert all(callable(planner_of(name)) for name in PLANS)  # All that a configuration takes.
+def test_every_plan_that_a_configuration_names_has_a_planner() -> None:
+    assert PLANNERS["fastest"] is fastest_plan and PLANNERS["published"] is published_plan
+    assert PLANNERS.keys() == set(PLANS)  # All that a configuration takes.
 
 
 # A frozen layer takes 1 s a sample and leaves 400 bytes: read at 1,000 bytes/s they take 0.4 s, so
@@ -324,25 +321,3 @@ def test_rows_that_are_read_ahead_save_what_does_not_exceed_the_shortest_stage(
     completed = complete_request(request, profile, rows=rows, reads_a_row=reads)
     assert completed.prefix_read_ahead == is_cached
     assert completed.prefix_cached_s == (pytest.approx(read_s) if is_cached else None)
-
-
-def plain(length: int, step_s: float) -> PipelinePlan:
-    return PipelinePlan(length, tuple(range(length + 1)), 2, "1f1b", step_s, (0,) * length, 0.0)
-
-
-def test_how_sure_a_choice_is_names_the_plans_that_cannot_be_told_apart() -> None:
-    near = [plain(1, 0.1), plain(2, 0.098)]
-    range_text = "a step takes 90 ms to 120 ms by the quartiles of what was measured"
-    both = "K = 1, M = 2 (100 ms) and K = 2, M = 2 (98 ms) cannot be told apart"
-    assert sureness((0.09, 0.12), near, near[0]) == (
-        f"{range_text}; {both}: K = 1 is taken, the shortest pipeline"
-    )
-    for current, rule in (
-        (near[1], "stays, as going costs time"),
-        (near[0], "is taken, which saves more until the end than going there costs"),
-    ):
-        text = sureness((0.09, 0.12), near, near[1], current=current)
-        assert text == f"{range_text}; {both}: K = 2 {rule}"
-    assert sureness((0.09, 0.12), near, plain(4, 0.2)) == range_text
-    assert sureness((0.09, 0.12), near[:1], near[0]) == range_text
-    assert sureness((0.1, 0.1), near, near[0]) == ""

@@ -14,12 +14,12 @@ from autopipe.loss import Loss
 from autopipe.plan.request import PipelinePlan
 from pipetransformer import adamw
 from pipetransformer.config import TrainConfig
-from pipetransformer.elastic import PlanSituation, RowRates, fastest_plan, run_planner
+from pipetransformer.elastic import PlanSituation, RowRates, fastest_plan
+from pipetransformer.elastic import planner as planning
 from pipetransformer.elastic.costs import Calibration
 from pipetransformer.elastic.decision import Decision
-from pipetransformer.elastic.run_planner import RunPlanner, row_rates
+from pipetransformer.elastic.planner import RunPlanner
 from pipetransformer.feed import Clock
-from pipetransformer.measure import Measurements
 from pipetransformer.model import Task
 from pipetransformer.model.registry import adapt
 from pipetransformer.processes.world import World
@@ -41,11 +41,10 @@ def planner(*, num_ranks: int = 2, spread: float = 0.0, **settings: Any) -> RunP
         costs.sublayer(layer, spread=(1 - spread, 1 + spread))
         for layer in range(len(layered.sublayers))
     )
-    measured = Measurements(costs.profile(*layers), 1e9)
     return RunPlanner(
         task,
         world,
-        measurements=measured,
+        profile=costs.profile(*layers, cache_bytes_per_s=1e9),
         memory_limit_bytes=None,
         may_cache=lambda: config.cache,
     )
@@ -56,7 +55,7 @@ def calibrate(
 ) -> None:
     """Have both ranks report what they computed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_planner, "gather_json", lambda value, group: list(computed_s))
+        patch.setattr(planning, "gather_json", lambda value, group: list(computed_s))
         decision = Decision(50, 0, plan, False, "")
         one.calibrate(CLOCK, decision, measured_s=measured_s, computed_s=computed_s[0])
 
@@ -74,7 +73,7 @@ def test_steps_that_take_longer_lengthen_what_is_predicted() -> None:
     # Told by the same steps again, nothing changes.
     calibrate(one, plan, measured_s=2 * plan.training_s, computed_s=(200.0, 200.0))
     assert plan_of(one).predicted_step_s == pytest.approx(2 * plan.predicted_step_s)
-    one.use(one.measurements)
+    one.use(one.profile)
     assert plan_of(one).predicted_step_s == plan.predicted_step_s
 
 
@@ -156,15 +155,27 @@ def test_a_user_s_planner_may_not_recompute_against_the_setting(setting: bool) -
     assert plan_of(planner(plan=other)).recomputes is not setting
 
 
-def test_rates_of_rows_are_those_of_where_they_lie() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    measured = Measurements(uniform(2), 4.0, 2.0, 100.0)
-    assert row_rates(measured, cpu, rows_lie_on=cpu) == RowRates(4.0, 2.0, reads_ahead=False)
-    assert row_rates(measured, gpu, rows_lie_on=cpu) == RowRates(4.0, 2.0, reads_ahead=True)
-    assert row_rates(measured, gpu, rows_lie_on=gpu) == RowRates(100.0, 100.0)
-    older = Measurements(uniform(2), 4.0)
-    for lie_on in (cpu, gpu):
-        assert row_rates(older, gpu, rows_lie_on=lie_on) == RowRates(4.0, 4.0, reads_ahead=True)
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "cache_device", "expected"),
+    [
+        ("cpu", 1, "auto", RowRates(4.0, 2.0)),
+        ("cuda", 2, "auto", RowRates(4.0, 2.0, reads_ahead=True)),
+        ("cuda", 1, "cpu", RowRates(4.0, 2.0, reads_ahead=True)),
+        ("cuda", 1, "auto", RowRates(100.0, 100.0)),
+        ("cuda", 2, "cuda", RowRates(100.0, 100.0)),
+    ],
+)
+def test_rates_of_rows_are_those_of_where_they_lie(
+    device: str, num_ranks: int, cache_device: Any, expected: RowRates
+) -> None:
+    one = planner(num_ranks=num_ranks, cache_device=cache_device)
+    one._world.device = torch.device(device)
+    rates = {"cache_write_bytes_per_s": 2.0, "cache_device_bytes_per_s": 100.0}
+    one.profile = dataclasses.replace(one.profile, cache_bytes_per_s=4.0, **rates)
+    assert one._row_rates() == expected
+    unknown = {**dict.fromkeys(rates), "cache_bytes_per_s": 4.0}
+    one.profile = dataclasses.replace(one.profile, **unknown)
+    assert one._row_rates() == RowRates(4.0, 4.0, reads_ahead=device == "cuda")
 
 
 def test_what_writing_rows_takes_keeps_a_short_run_from_the_cache() -> None:
@@ -172,7 +183,8 @@ def test_what_writing_rows_takes_keeps_a_short_run_from_the_cache() -> None:
     # in 10 s. 200 steps are 4 epochs, of which 3 read; 2,500 are 50.
     profile = costs.profile(*(costs.sublayer(n, output_bytes=64.0) for n in range(6)))
     one = planner(pipeline_length=1)
-    one.measurements = Measurements(profile, 256.0, 6.4)
+    rates = {"cache_bytes_per_s": 256.0, "cache_write_bytes_per_s": 6.4}
+    one.profile = dataclasses.replace(profile, **rates)
     short, long = (dataclasses.replace(CLOCK, step=0, max_steps=n) for n in (200, 2500))
     assert one.request(short, 1, None).prefix_cached_s is None
     assert one.request(long, 1, None).prefix_cached_s == 0.25

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.feed.samples import Batch
 from pipetransformer.measure import measurements as measure_module
-from pipetransformer.measure.measurements import Measurements, measure
+from pipetransformer.measure.measurements import measure
 from pipetransformer.model import Task
 from pipetransformer.processes.world import World, connect
 from tests.helpers.inspection import model_of, task_of
@@ -50,13 +49,13 @@ def test_bytes_are_those_of_the_precision(precision: str) -> None:
         measure(make_task(tiny_model(dtype=torch.float32), precision=one), ALONE, read_single)
         for one in (None, precision)
     )
-    for before, now in zip(whole.profile.sublayers[:-1], low.profile.sublayers[:-1], strict=True):
+    for before, now in zip(whole.sublayers[:-1], low.sublayers[:-1], strict=True):
         assert 2 * now.output_bytes == before.output_bytes
         assert now.gradient_bytes == now.parameter_bytes == before.parameter_bytes
         assert now.saved_bytes < before.saved_bytes
     # A block's two matrices.
-    assert low.profile.sublayers[1].copy_bytes == 2 * (8 * 16 + 16 * 8)
-    assert whole.profile.sublayers[1].copy_bytes == 0
+    assert low.sublayers[1].copy_bytes == 2 * (8 * 16 + 16 * 8)
+    assert whole.sublayers[1].copy_bytes == 0
 
 
 def test_measuring_leaves_no_hook_behind() -> None:
@@ -80,9 +79,7 @@ def test_measuring_leaves_no_hook_behind() -> None:
 def test_sizes_to_measure_are_quarters_of_the_batch(
     batch_size: int, sizes: tuple[int, ...]
 ) -> None:
-    assert (
-        measure(make_task(global_batch_size=batch_size), ALONE, read).profile.batch_sizes == sizes
-    )
+    assert measure(make_task(global_batch_size=batch_size), ALONE, read).batch_sizes == sizes
 
 
 def test_sizes_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +88,14 @@ def test_sizes_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(measure_module, "chain_seconds", seconds)
     monkeypatch.setattr(measure_module, "_BUDGET_S", 10.5)
-    profile = measure(make_task(global_batch_size=16), ALONE, read).profile
+    profile = measure(make_task(global_batch_size=16), ALONE, read)
     assert profile.batch_sizes == (1, 4)  # Two rounds of 1 + 4 + 16 seconds would take 42.
 
 
 def test_every_sublayer_is_measured_under_its_name_and_layer() -> None:
     task = make_task(global_batch_size=26)
     measured = measure(task, ALONE, read)
-    costs, sublayers = measured.profile.sublayers, task.model.sublayers
+    costs, sublayers = measured.sublayers, task.model.sublayers
     assert [(cost.name, cost.layer) for cost in costs] == [(s.name, s.layer) for s in sublayers]
     for index, cost in enumerate(costs):
         assert cost.parameter_bytes == sum(t.nbytes for t in task.model.tensors(index).values())
@@ -109,50 +106,38 @@ def test_every_sublayer_is_measured_under_its_name_and_layer() -> None:
     assert measured.cache_device_bytes_per_s is None
 
 
-def test_measurements_of_an_older_version_lack_the_rates_it_did_not_know() -> None:
-    measured = measure(make_task(global_batch_size=2), ALONE, read)
-    values = measured.to_json()
-    assert Measurements.from_json(values) == measured
-    for name in ("cache_write_bytes_per_s", "cache_device_bytes_per_s"):
-        del values[name]
-    older = dataclasses.replace(measured, cache_write_bytes_per_s=None)
-    assert Measurements.from_json(values) == older
-
-
 def sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def test_optimizer_state_is_measured_in_parameter_bytes() -> None:
     # AdamW holds two moments, and a step counter of 4 bytes a parameter tensor.
-    for cost in measure(make_task(global_batch_size=8), ALONE, read).profile.sublayers:
+    for cost in measure(make_task(global_batch_size=8), ALONE, read).sublayers:
         assert 2.0 < cost.optimizer_bytes / cost.gradient_bytes < 2.1
-    for cost in measure(
-        make_task(global_batch_size=8, optimizer=sgd), ALONE, read
-    ).profile.sublayers:
+    for cost in measure(make_task(global_batch_size=8, optimizer=sgd), ALONE, read).sublayers:
         assert cost.gradient_bytes > 0 == cost.optimizer_bytes
 
 
 def test_a_model_with_nothing_to_train_needs_no_optimizer() -> None:
-    profile = measure(make_task(tiny_model().requires_grad_(False)), ALONE, read).profile
+    profile = measure(make_task(tiny_model().requires_grad_(False)), ALONE, read)
     assert profile.optimizer_s_per_byte == 0.0
     assert {cost.gradient_bytes + cost.optimizer_bytes for cost in profile.sublayers} == {0}
 
 
-def measure_here() -> Measurements:
+def measure_here() -> Profile:
     return measure(make_task(), connect("cpu", timeout_s=30.0), read)
 
 
 def test_all_ranks_get_the_same_figures_with_links_measured(two_ranks: Pool) -> None:
     first, second = two_ranks.run(measure_here)
-    assert first == second and isinstance(first.profile, Profile)
-    link, (total,) = first.profile.link, first.profile.all_reduce
+    assert first == second and isinstance(first, Profile)
+    link, (total,) = first.link, first.all_reduce
     assert link.latency_s > 0 and link.bytes_per_s > 0
     assert total.num_replicas == 2 and min(total.seconds) > 0
-    assert total.num_bytes[-1] == sum(cost.gradient_bytes for cost in first.profile.sublayers)
+    assert total.num_bytes[-1] == sum(cost.gradient_bytes for cost in first.sublayers)
 
 
-def measure_while_training() -> tuple[Measurements, list[str]]:
+def measure_while_training() -> tuple[Profile, list[str]]:
     """Measure anew in the middle of a run whose ranks each hold a half; list what that changed."""
     with tiny_trainer(
         data=DATA, freeze=FreezeSchedule([2]), global_batch_size=8, pipeline_length=2
@@ -178,7 +163,7 @@ def measure_while_training() -> tuple[Measurements, list[str]]:
 def test_measuring_in_the_middle_of_a_run_changes_nothing_of_it(two_ranks: Pool) -> None:
     (first, changed), (second, also_changed) = two_ranks.run(measure_while_training)
     assert first == second and not changed and not also_changed
-    for cost in first.profile.sublayers:
+    for cost in first.sublayers:
         assert min(*cost.forward_s, *cost.backward_s, *cost.frozen_s) > 0
 
 
@@ -197,7 +182,7 @@ def test_samples_to_measure_come_from_all_over_the_data_set(
 ) -> None:
     found: list[list[float]] = []
 
-    def note(task: Task, world: World, read: Any, **held: int) -> Measurements:
+    def note(task: Task, world: World, read: Any, **held: int) -> Profile:
         entry = next(iter(read(torch.arange(4)).values()))
         found.append(entry.flatten().tolist())
         return measure(task, world, read, **held)
@@ -238,7 +223,7 @@ def measured(rows: int, frozen: bool = False) -> list[tuple[int, float]]:
     model = text_model(rows)
     model[0].requires_grad_(not frozen)
     task = make_task(model, global_batch_size=BATCH)
-    profile = measure(task, connect("cpu", timeout_s=30.0), read_ids).profile
+    profile = measure(task, connect("cpu", timeout_s=30.0), read_ids)
     return [(cost.gradient_bytes, cost.untouched_bytes) for cost in profile.sublayers]
 
 

@@ -90,10 +90,10 @@ def test_needs_are_bytes_in_training() -> None:
 
 def test_in_parts_the_same_bytes_are_found_and_every_time_is_measured() -> None:
     settings = {"global_batch_size": 8}
-    whole = measure(make_task(**settings), ALONE, read).profile
+    whole = measure(make_task(**settings), ALONE, read)
     task = make_task(**settings, memory_limit_bytes=12_000)
     with spans_noted() as noted:
-        parts = measure(task, ALONE, read).profile
+        parts = measure(task, ALONE, read)
     assert {len(span) for span in noted} >= {1, 2}
     assert max(len(span) for span in noted) < 6
     assert parts.batch_sizes == whole.batch_sizes
@@ -116,9 +116,9 @@ def test_sizes_at_which_no_sublayer_fits_are_left_out() -> None:
     needs = sublayer_needs(make_task(), CPU, read(torch.arange(1)))
     limit = int(max(need.at(4) for need in needs)) + 1
     task = make_task(global_batch_size=16, memory_limit_bytes=limit)
-    assert measure(task, ALONE, read).profile.batch_sizes == (1, 4)
+    assert measure(task, ALONE, read).batch_sizes == (1, 4)
     # What training holds meanwhile is not there for measuring.
-    assert measure(task, ALONE, read, held_bytes=limit).profile.batch_sizes == (1,)
+    assert measure(task, ALONE, read, held_bytes=limit).batch_sizes == (1,)
 
 
 def test_measuring_in_parts_leaves_everything_as_it_was() -> None:
@@ -231,11 +231,11 @@ def test_a_slow_model_is_measured_by_some_of_its_blocks(monkeypatch: pytest.Monk
     task = make_task(global_batch_size=8)
     # However slow the machine is, no size is left out: a scalar's bytes are then as many a sample.
     monkeypatch.setattr(measure_module, "_BUDGET_S", 60.0)
-    whole = measure(task, ALONE, read).profile
+    whole = measure(task, ALONE, read)
     monkeypatch.setattr(kinds_module, "_WHOLE_S", 0.0)
     before = {name: t.clone() for name, t in task.model.model.state_dict().items()}
     with spans_noted() as noted:
-        found = measure(task, ALONE, read).profile
+        found = measure(task, ALONE, read)
     assert (0, 1, 2, 5) in noted
     assert all(torch.equal(t, before[n]) for n, t in task.model.model.state_dict().items())
     blocks = found.sublayers[1:5]

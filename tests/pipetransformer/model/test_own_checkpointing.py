@@ -72,9 +72,9 @@ def train(asks: dict[str, bool] | None, **settings: Any) -> Run:
     ) as trainer:
         while not trainer.is_over:
             losses.append(trainer.step().loss)
-        measured = elastic_of(trainer).measurements
+        measured = elastic_of(trainer).profile
         assert measured is not None
-        costs = measured.profile.sublayers
+        costs = measured.sublayers
         weights = {name: t.clone() for name, t in trainer.state_dict().items()}
     return Run(
         losses, weights, [one.recomputes for one in costs], [one.saved_bytes for one in costs]

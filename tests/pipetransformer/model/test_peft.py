@@ -121,7 +121,7 @@ def test_only_adapters_are_planned_to_need_gradients_and_moments() -> None:
     with make_trainer(MODELS["lora of BERT"]()) as trainer:
         trainer.begin()
         assert trainer.measurements is not None
-        costs = trainer.measurements.profile.sublayers
+        costs = trainer.measurements.sublayers
         planned = [cost.gradient_bytes for cost in costs]
         moments = [cost.optimizer_bytes for cost in costs]
         model = layered_of(trainer)

@@ -1,0 +1,574 @@
+"""Choose a run's pipelines: by the fastest step, by the published rules, or as PipeDream does.
+
+A planner is a function of a `PlanSituation`: one of ours by name, or a user's own. `RunPlanner`
+asks it, with the costs as they are known by now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from autodp import ROUND_BYTES, gather_json
+from autopipe.pipedream import pipedream_stages, plan_as_pipedream
+from autopipe.plan import (
+    PipelinePlan,
+    PlanRequest,
+    near_fastest,
+    plan_as_published,
+    plan_pipeline,
+    predict,
+    published_length,
+    stage_compute_s,
+    step_range,
+    sureness,
+)
+from autopipe.profile import Profile
+from pipetransformer.elastic.costs import Calibration, TransitionCost, rested
+from pipetransformer.elastic.decision import Decision
+from pipetransformer.feed import Clock
+from pipetransformer.model import Task
+from pipetransformer.processes import World, told_by_rank_0
+from pipetransformer.stage import BatchCut
+
+
+@dataclass(frozen=True)
+class PlanSituation:
+    """State what a planner may look at.
+
+    Args:
+        step: the first step the plan is for.
+        remaining_steps: steps to the end of the run.
+        profile: measured costs.
+        request: the cluster, the batch of a pipeline or of the world, what is frozen, and the
+            limits.
+        current: the plan so far; None at the start.
+        transition_s: returns the seconds that going from the current plan to another will cost.
+        scale_batch: whether the request's batch is a pipeline's and grows with the replicas.
+        correction: returns how many times longer than predicted a plan's steps have turned out to
+            take; 1 where that is not known.
+    """
+
+    step: int
+    remaining_steps: int
+    profile: Profile
+    request: PlanRequest
+    current: PipelinePlan | None
+    transition_s: Callable[[PipelinePlan], float]
+    scale_batch: bool = False
+    correction: Callable[[PipelinePlan], float] = lambda plan: 1.0
+
+
+Planner = Callable[[PlanSituation], PipelinePlan]
+
+
+@dataclass(frozen=True)
+class RowRates:
+    """State how fast rows of the cache are read and written, where they lie.
+
+    Args:
+        read_bytes_per_s: from there to the device that trains.
+        write_bytes_per_s: the other way.
+        reads_ahead: whether they are read while the step before computes, and take nothing from
+            it.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    reads_ahead: bool = False
+
+
+def complete_request(
+    request: PlanRequest,
+    profile: Profile,
+    *,
+    rows: RowRates | None,
+    reads_a_row: float = math.inf,
+) -> PlanRequest:
+    """Add to a request what follows from the costs: the prefix's reading, a transition's round.
+
+    Args:
+        request: states the prefix's chunk.
+        rows: how cached activations are read and written; None without a cache. The prefix is
+            cached if reading saves more until the end than writing takes.
+        reads_a_row: how often a written row will be read.
+    """
+    cached_s = None
+    if rows is not None and profile.first_active(request.num_frozen):
+        chunk = request.prefix_chunk or 1
+        num_bytes = profile.prefix_bytes(request.num_frozen)
+        read_s, write_s = num_bytes / rows.read_bytes_per_s, num_bytes / rows.write_bytes_per_s
+        hidden_s = _least_active_s(request, profile) if rows.reads_ahead else 0.0
+        computed_s = profile.prefix_s(request.num_frozen, chunk) / chunk
+        saved_s = computed_s - max(0.0, read_s - hidden_s)
+        if saved_s > 0 and reads_a_row * saved_s > write_s:
+            cached_s = read_s
+    return replace(
+        request,
+        prefix_cached_s=cached_s,
+        prefix_read_ahead=cached_s is not None and rows is not None and rows.reads_ahead,
+        round_bytes=ROUND_BYTES if request.num_ranks > 1 else 0,
+    )
+
+
+def _least_active_s(request: PlanRequest, profile: Profile) -> float:
+    """Return a stage's mean seconds a sample in the longest pipeline that is allowed.
+
+    It bounds the time a sample of every plan from below, as the slowest stage takes no less.
+    """
+    chunk = request.prefix_chunk or 1
+    active = range(profile.first_active(request.num_frozen), len(profile.sublayers))
+    active_s = sum(profile.forward_s(i, chunk) + profile.backward_s(i, chunk) for i in active)
+    longest = max(chain.from_iterable(request.length_choices()))
+    return active_s / chunk / max(1, min(longest, len(active)))
+
+
+def fastest_plan(situation: PlanSituation) -> PipelinePlan:
+    """Return the plan with which the rest of the run takes least time, a transition included.
+
+    Another plan must save more until the end than the transition costs, and more than noise in the
+    measurements can fake. At the start, and if the current stages no longer fit, the fastest plan
+    wins.
+
+    Raises:
+        ValueError: nothing fits the memory limit.
+    """
+    plans, current = fastest_by_length(situation), situation.current
+    if current is None or current.length not in plans:
+        return fastest_per_sample(situation)
+    # A single stage stays what it is with any number of micro-batches, so take the best.
+    stay = plans[1] if current.length == 1 else _stay(situation, current)
+
+    def remaining_s(plan: PipelinePlan) -> float:
+        # Steps are counted at the current batch; with scale_batch another plan's batch differs.
+        share = _growth(situation, current.length) / _growth(situation, plan.length)
+        stays = stay is not None and plan.boundaries == stay.boundaries
+        going_s = 0.0 if stays else situation.transition_s(plan)
+        return plan.predicted_step_s * share * situation.remaining_steps + going_s
+
+    left_s = {length: remaining_s(plan) for length, plan in plans.items()}
+    best = plans[min(left_s, key=left_s.__getitem__)]
+    noise = 2 * situation.profile.uncertainty
+    if stay is None or left_s[best.length] * (1 + noise) < remaining_s(stay):
+        return best
+    return stay
+
+
+def _stay(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
+    """Predict the current stages, recomputed only where they must be; None if they do not fit."""
+    ways = (replace(current, recomputes=one) for one in situation.request.recompute)
+    return next((plan for way in ways if (plan := same_stages(situation, way))), None)
+
+
+def same_stages(situation: PlanSituation, current: PipelinePlan) -> PipelinePlan | None:
+    """Predict the current stages without the frozen layers; None if they no longer fit."""
+    request, profile = of_length(situation, current.length), situation.profile
+    first_active = profile.first_active(request.num_frozen)
+    boundaries = (first_active, *current.boundaries[1:])
+    if first_active >= boundaries[1]:
+        return None
+    plan = predict(
+        profile,
+        request,
+        boundaries=boundaries,
+        num_micro_batches=min(current.num_micro_batches, request.samples_of(current.length)),
+        schedule=current.schedule,
+        recomputes=current.recomputes,
+    )
+    limit = request.memory_limit_bytes
+    if limit is not None and max(plan.peak_bytes) > limit:
+        return None
+    return plan.lengthened(situation.correction(plan))
+
+
+def fastest_per_sample(situation: PlanSituation) -> PipelinePlan:
+    """Return the plan with the highest throughput.
+
+    Where the batch grows with the replicas, plans of different lengths train different batches,
+    so their times are compared by the sample.
+
+    Raises:
+        ValueError: nothing fits the memory limit.
+    """
+    if not situation.scale_batch:
+        return plan_pipeline(situation.profile, situation.request)
+    return min(
+        fastest_by_length(situation).values(),
+        key=lambda plan: (plan.predicted_step_s / _growth(situation, plan.length), plan.length),
+    )
+
+
+def fastest_by_length(situation: PlanSituation) -> dict[int, PipelinePlan]:
+    """Return the fastest plan of every length that fits.
+
+    Lengths that leave ranks idle are tried only if no other fits.
+
+    Raises:
+        ValueError: nothing fits the memory limit.
+    """
+    refusals = []
+    choices = situation.request.length_choices()
+    for lengths in choices:
+        plans = {}
+        for length in lengths:
+            try:
+                plan = plan_pipeline(situation.profile, of_length(situation, length))
+                plans[length] = plan.lengthened(situation.correction(plan))
+            except ValueError as error:
+                # Not the error itself: its frames would keep the world's group alive.
+                refusals.append(str(error))
+        if plans:
+            return plans
+    # Of pipelines over all slots the longest has fewest layers a slot: what it lacks says most, if
+    # it is memory and not layers.
+    first = refusals[: len(choices[0])]
+    raise ValueError(([one for one in first if "memory_limit_bytes" in one] or first)[-1])
+
+
+def of_length(situation: PlanSituation, length: int) -> PlanRequest:
+    """Return the request for one length, with the batch that is trained at it."""
+    request, growth = situation.request, _growth(situation, length)
+    return replace(request, lengths=(length,), global_batch=request.global_batch * growth)
+
+
+def _growth(situation: PlanSituation, length: int) -> int:
+    """Return how many times the request's batch is trained at a length."""
+    return situation.request.replicas_of(length) if situation.scale_batch else 1
+
+
+def published_plan(situation: PlanSituation) -> PipelinePlan:
+    """Plan by the published rules; the pipeline never grows again, not even for a thaw.
+
+    Raises:
+        ValueError: the rules' plan does not fit the memory limit; see `plan_as_published`.
+    """
+    plan = _planned_as_published(situation)
+    current = situation.current
+    if current is None or plan.length <= current.length:
+        return plan
+    request = situation.request
+    if current.length not in request.length_choices()[0]:
+        return plan  # Another world; there is no such pipeline to stay with.
+    return _planned_as_published(
+        replace(situation, request=replace(request, lengths=(current.length,)))
+    )
+
+
+def _planned_as_published(situation: PlanSituation) -> PipelinePlan:
+    request, profile = situation.request, situation.profile
+    if situation.scale_batch:
+        # Each replica must have a sample; beyond that K does not depend on the batch.
+        ample = replace(request, global_batch=request.global_batch * request.num_ranks)
+        request = of_length(situation, published_length(profile, ample))
+    return plan_as_published(profile, request)
+
+
+def pipedream_plan(situation: PlanSituation) -> PipelinePlan:
+    """Plan by PipeDream's optimizer, for the stages' workers that it chose at the start.
+
+    The stages stay while each has something to train. Then they are cut again for these workers,
+    or all ranks become replicas of one stage, as the request's length says.
+
+    Raises:
+        ValueError: the optimizer's pipeline does not fit the memory limit, or the batch.
+    """
+    request, current = situation.request, situation.current
+    if current is not None and request.lengths == (current.length,):
+        stay = _stay(situation, current)
+        if stay is not None:
+            return stay
+    return plan_as_pipedream(situation.profile, request)
+
+
+PLANNERS: Mapping[str, Planner] = {
+    "fastest": fastest_plan,
+    "published": published_plan,
+    "pipedream": pipedream_plan,
+}
+"""Planners that a configuration may name; it may also be one."""
+
+
+class RunPlanner:
+    """Ask the run's planner, and correct the costs it is given.
+
+    Args:
+        profile: as measured.
+        memory_limit_bytes: what a device slot may use; None for no limit.
+        may_cache: tells whether activations may come from the cache.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        *,
+        profile: Profile,
+        memory_limit_bytes: int | None,
+        may_cache: Callable[[], bool],
+    ) -> None:
+        self._task, self._world = task, world
+        self._may_cache = may_cache
+        self.profile = profile
+        self._memory_limit_bytes = memory_limit_bytes
+        self.calibration = Calibration()
+        self._transition_cost = TransitionCost(world)
+
+    def choose_workers(self, clock: Clock) -> None:
+        """Let PipeDream's optimizer choose each stage's workers for the whole run. Collective.
+
+        Other planners choose none.
+
+        Raises:
+            ValueError: no pipeline of its fits, on rank 0; see `agree`.
+        """
+        if self._task.config.plan != "pipedream":
+            return
+
+        def choose() -> list[int]:
+            request = self.request(clock, 0, None)
+            stages = pipedream_stages(self.profile, request)
+            return [stage.replicas for stage in stages]
+
+        workers = told_by_rank_0(choose, group=self._world.group)
+        # Set this late, as the optimizer needs costs, and measuring them needs the world. No group
+        # is open that another topology had asked for: see `Deployment.__init__`.
+        self._world.stage_workers = tuple(workers) if len(workers) > 1 else None
+
+    def plan(
+        self,
+        clock: Clock,
+        num_frozen: int,
+        current: Decision | None,
+        resting: Collection[int] = (),
+    ) -> tuple[PipelinePlan, bool]:
+        """Return the pipeline for a number of frozen layers, and whether the prefix is cached.
+
+        Args:
+            clock: of the coming step.
+            current: the decision in force.
+            resting: layers above the frozen ones whose weights do not train.
+        Raises:
+            ValueError: no pipeline is possible, or a user's planner returns an impossible one.
+        """
+        situation = self._situation(clock, num_frozen, current, resting)
+        wanted = self._task.config.plan
+        plan = (PLANNERS[wanted] if isinstance(wanted, str) else wanted)(situation)
+        self._check(plan, situation)
+        return plan, situation.request.prefix_cached_s is not None
+
+    def how_sure(self, clock: Clock, current: Decision | None, decision: Decision) -> str:
+        """Return the `sureness` of a decision's plan; "" where there was no choice of ours."""
+        plan, config = decision.plan, self._task.config
+        if self._world.size == 1 or callable(config.plan):
+            return ""
+        situation = self._situation(clock, decision.num_frozen, current, decision.resting)
+        low_s, high_s = step_range(situation.profile, of_length(situation, plan.length), plan)
+        taught, near = situation.correction(plan), []
+        # `near_fastest` compares steps: published rules know no spread, and batches that grow are
+        # compared by the sample.
+        if config.plan == "fastest" and not situation.scale_batch:
+            near = near_fastest(situation.profile, situation.request)
+            # A plan that was tried has a correction, which the spread of the probes ignores.
+            near = [one for one in near if situation.correction(one) == 1]
+        range_s = taught * low_s, taught * high_s
+        return sureness(range_s, near, plan, current=situation.current)
+
+    def same_stages(
+        self, clock: Clock, current: Decision, plan: PipelinePlan
+    ) -> PipelinePlan | None:
+        """Predict a plan's stages with the layers that are frozen now; None if they do not fit."""
+        situation = self._situation(clock, current.num_frozen, current, current.resting)
+        return same_stages(situation, plan)
+
+    def calibrate(
+        self, clock: Clock, current: Decision, *, measured_s: float, computed_s: float
+    ) -> None:
+        """Correct the costs by what live steps take. Collective.
+
+        Args:
+            clock: of the coming step.
+            current: the decision in force.
+            measured_s: seconds of its steps, without fetching samples.
+            computed_s: in how many of these seconds this rank computed.
+        """
+        if self._world.device.type != "cpu":
+            computed_s = 0.0  # On a GPU it is the time to launch, which tells nothing of speed.
+        all_computed_s = gather_json(computed_s, group=self._world.group)
+        self.calibration.compare_ranks(all_computed_s, self._expected_s(clock, current))
+        predicted = self.same_stages(clock, current, current.plan) or current.plan
+        self.calibration.compare_steps(predicted, measured_s)
+
+    def use(self, profile: Profile) -> None:
+        """Plan with new costs, and forget what live steps taught about the old ones."""
+        self.profile, self.calibration = profile, Calibration()
+
+    def note_transition(self, before: PipelinePlan, after: PipelinePlan, seconds: float) -> None:
+        """Learn from what a transition took."""
+        self._transition_cost.note(self.profile, before, after, seconds=seconds)
+
+    def predict_transition_s(self, before: PipelinePlan | None, after: PipelinePlan) -> float:
+        """Return the seconds that going from one plan to another is predicted to cost."""
+        if before is None:
+            return 0.0
+        return self._transition_cost.predict_s(self.profile, before, after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know, as plain values."""
+        return {
+            "transition_cost": self._transition_cost.state_dict(),
+            "calibration": asdict(self.calibration),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._transition_cost.load_state_dict(state["transition_cost"])
+        taught = state["calibration"]
+        self.calibration = Calibration(**{**taught, "slowness": tuple(taught["slowness"])})
+
+    def _situation(
+        self, clock: Clock, num_frozen: int, current: Decision | None, resting: Collection[int]
+    ) -> PlanSituation:
+        """Describe to a planner what holds."""
+        before = current.plan if current else None
+        depth = self._task.prefix_depth(num_frozen)
+        resting = {*resting, *range(depth, num_frozen)}  # They pass a gradient on to tied weights.
+        return PlanSituation(
+            clock.step,
+            clock.max_steps - clock.step,
+            rested(self.calibration.applied_to(self.profile), resting),
+            self.request(clock, depth, current),
+            before,
+            partial(self.predict_transition_s, before),
+            self._task.config.scale_batch,
+            self.calibration.correction,
+        )
+
+    def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
+        """Return each rank's expected seconds of computing in a step; 0 for a spare."""
+        plan, config = current.plan, self._task.config
+        situation = self._situation(clock, current.num_frozen, current, current.resting)
+        stages = stage_compute_s(situation.profile, of_length(situation, plan.length), plan)
+        topology = self._world.topology(plan.length)
+        cut = BatchCut(topology.replicas, plan.num_micro_batches, config.micro_batch_size)
+        slices = cut.slices(config.global_batch(topology.replicas))
+        expected = []
+        for rank in range(self._world.size):
+            if topology.is_spare(rank):
+                expected.append(0.0)
+                continue
+            # The prediction is of the largest replica, which is the first; others have less to do.
+            stage, share = topology.stage_of(rank), slices[topology.replica_of(rank)] / slices[0]
+            count = topology.workers[stage]
+            # A stage's workers take the micro-batches in turn, some perhaps one more than others.
+            own = len(range(topology.worker_of(rank), plan.num_micro_batches, count))
+            expected.append(stages[stage] * share * own * count / plan.num_micro_batches)
+        return expected
+
+    def request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:
+        """Return what a planner is asked; see `plan`."""
+        config, on_gpu = self._task.config, self._world.device.type == "cuda"
+        request = PlanRequest(
+            self._world.size,
+            self._world.slots_per_node,
+            config.global_batch_size,
+            num_frozen,
+            memory_limit_bytes=self._memory_limit_bytes,
+            prefix_chunk=config.prefix_chunk_of(self._world.size, on_gpu=on_gpu),
+            lengths=self._lengths(num_frozen),
+            max_replicas=config.most_replicas(),
+            stage_workers=self._world.stage_workers,
+            micro_batches=self._micro_batches(num_frozen),
+            micro_batch_size=config.micro_batch_size,
+            schedules=self._schedules(),
+            recompute=config.recompute,
+        )
+        rows = self._row_rates() if self._may_cache() else None
+        reads = self._reads_a_row(clock, current)
+        return complete_request(request, self.profile, rows=rows, reads_a_row=reads)
+
+    def _schedules(self) -> tuple[str, ...]:
+        """Return the schedules that the run may have, the preferred one first."""
+        config = self._task.config
+        if config.weight_versions is not None:
+            return ("1f1b",)  # Asynchronous; see `AsynchronousStage`.
+        return (config.schedule,) if config.schedule else PlanRequest.schedules
+
+    def _micro_batches(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the counts to consider; without flushes each stage's turns must come out even."""
+        config, lengths = self._task.config, self._lengths(num_frozen)
+        if config.micro_batches is not None:
+            return (config.micro_batches,)
+        if config.weight_versions is None or self._world.stage_workers is None:
+            return None
+        assert lengths is not None, "workers say how many stages there are"
+        turn = self._world.topology(lengths[0]).common_turn
+        if turn == 1:
+            return None
+        return tuple(range(turn, max(turn, 6 * self._world.size) + 1, turn))
+
+    def _row_rates(self) -> RowRates | None:
+        """Return the rates of the cache's rows: on this GPU, where all fit, or on the host."""
+        wanted, profile = self._task.config.cache_device, self.profile
+        alone = wanted == "auto" and self._world.size == 1
+        on_gpu, beside = self._world.device.type == "cuda", profile.cache_device_bytes_per_s
+        if on_gpu and beside is not None and (alone or wanted == "cuda"):
+            return RowRates(beside, beside)  # Rows in its own memory are not read ahead.
+        if (read := profile.cache_bytes_per_s) is None:
+            return None
+        # An older version's checkpoint has one rate for both.
+        return RowRates(read, profile.cache_write_bytes_per_s or read, reads_ahead=on_gpu)
+
+    def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
+        """Return how often a sample comes again in the run, after it was computed and stored."""
+        if current is not None and current.use_cache:
+            return math.inf  # Rows that are stored already serve deeper prefixes, too.
+        fill_steps = clock.steps_per_epoch * (self._task.config.cache_views or 1)
+        return max(0.0, (clock.max_steps - clock.step) / fill_steps - 1)
+
+    def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
+        """Return the length that was set, or the longest below it that the active layers allow."""
+        length, workers = self._task.config.pipeline_length, self._world.stage_workers
+        if self._task.config.plan == "pipedream" and workers is None:
+            return (1,)
+        if length is None and workers is None:
+            return None
+        model = self._task.model
+        most = len(model.sublayers) - model.first_active(num_frozen)
+        most = min(most, length or len(workers or ()))
+        return (max(one for one in self._world.lengths if one <= most),)
+
+    def _check(self, plan: PipelinePlan, situation: PlanSituation) -> None:
+        """Refuse what a user's planner may not return."""
+        config, num_frozen = self._task.config, situation.request.num_frozen
+        first = self._task.model.first_active(num_frozen)
+        if plan.boundaries[0] != first:
+            raise ValueError(
+                f"the planner's first boundary is {plan.boundaries[0]}, but with {num_frozen} "
+                f"frozen layers the first active sublayer is {first}; plan the active ones"
+            )
+        request = of_length(situation, plan.length)
+        if plan.schedule not in (allowed := request.schedules_of(plan.length)):
+            raise ValueError(
+                f"the planner wants the schedule {plan.schedule!r}, but this run's are "
+                f"{', '.join(map(repr, allowed))}: let it return one of them, or leave out "
+                "schedule=, weight_versions= and stage_workers="
+            )
+        if plan.recomputes not in config.recompute:
+            raise ValueError(
+                f"the planner's plan has recomputes={plan.recomputes}, but "
+                f"activation_checkpointing is {config.activation_checkpointing}; let it return "
+                "the other, or set activation_checkpointing='auto'"
+            )
+        if config.micro_batch_size is None:
+            return
+        sizes = request.sizes_of(plan.length, plan.num_micro_batches)
+        if plan.num_micro_batches != len(sizes):
+            raise ValueError(
+                f"the planner wants {plan.num_micro_batches} micro-batches, but micro_batch_size "
+                f"{config.micro_batch_size} makes {len(sizes)} of a replica's samples; let it "
+                "return as many, or leave micro_batch_size out"
+            )
