@@ -4,7 +4,7 @@ profile's layer_graph ─► cuts: places where it can be cut, in order ─► s
 plan's request ─► request_plan: the same for a run's request
 """
 
-from autopipe.pipedream.cuts import CutState, cut_states, left_out, trimmed
+from autopipe.pipedream.cuts import CutState, cut_states, trimmed
 from autopipe.pipedream.request_plan import pipedream_stages, plan_as_pipedream, question_of
 from autopipe.pipedream.stage_search import (
     Machines,
@@ -16,6 +16,6 @@ from autopipe.pipedream.stage_search import (
 
 __all__ = [
     "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "cut_states",
-    "data_parallel_s", "left_out", "optimize", "pipedream_stages", "plan_as_pipedream",
+    "data_parallel_s", "optimize", "pipedream_stages", "plan_as_pipedream",
     "question_of", "trimmed",
 ]  # fmt: skip

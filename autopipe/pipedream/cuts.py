@@ -63,7 +63,7 @@ def cut_states(graph: LayerGraph) -> tuple[CutState, ...]:
     """Return the cuts in topological order.
 
     The last has all nodes below it, except those unrelated to the first node without inputs, as in
-    the published program; see `left_out`.
+    the published program.
 
     Raises:
         ValueError: there are too many cuts.
@@ -77,12 +77,6 @@ def cut_states(graph: LayerGraph) -> tuple[CutState, ...]:
         for following in followers[old]:
             below[rank[following]] |= {new, *below[new]}
     return tuple(_state(bits, found[old], tuple(sorted(below[rank[old]]))) for old in order)
-
-
-def left_out(graph: LayerGraph, states: Sequence[CutState]) -> list[str]:
-    """Name a graph's nodes that are below none of its cuts."""
-    placed = set(states[-1].nodes)
-    return [node.name for node in graph.nodes if node.name not in placed]
 
 
 class _Bits:

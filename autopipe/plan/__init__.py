@@ -6,13 +6,11 @@ request ─► search ─► estimate ─► simulation
 
 from autopipe.plan.explanation import ExplainedPlan, explain, runners_up, sureness
 from autopipe.plan.published import (
-    Tables,
     best_count,
     plan_as_published,
     published_length,
     published_split,
-    table_text,
-    throughput_tables,
+    throughput_table,
 )
 from autopipe.plan.request import PipelinePlan, PlanRequest, fitting_lengths
 from autopipe.plan.search import (
@@ -29,8 +27,8 @@ from autopipe.plan.simulation import Simulation, StageTimes, simulate
 
 __all__ = [
     "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",
-    "Tables", "best_count", "candidates", "explain", "fitting_lengths",
+    "best_count", "candidates", "explain", "fitting_lengths",
     "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
     "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
-    "step_range", "sureness", "table_text", "throughput_tables",
+    "step_range", "sureness", "throughput_table",
 ]  # fmt: skip

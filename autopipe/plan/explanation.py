@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autopipe.plan.request import PipelinePlan, PlanRequest
-from autopipe.plan.search import predict, simulate_plan
+from autopipe.plan.search import simulate_plan, step_s
 from autopipe.plan.simulation import Simulation
 from autopipe.profile import LinkCost, Profile, RingCost
 from autopipe.trace import Span
@@ -74,7 +74,7 @@ def explain(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Expla
     whole = plan
     if request.prefix_read_ahead and request.prefix_cached_s is not None:
         request = replace(request, prefix_cached_s=0.0)
-        plan = replace(plan, predicted_step_s=_step_s(profile, request, plan))
+        plan = replace(plan, predicted_step_s=step_s(profile, request, plan))
     # Each part comes from pricing the plan once more on a profile where the part is free.
     unsummed = replace(profile, all_reduce=RingCost(_NO_LINK, _NO_LINK))
     simulation = simulate_plan(profile, request, plan)
@@ -104,19 +104,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
     """Return how much shorter the plan's step is on a cheaper profile."""
-    return plan.predicted_step_s - _step_s(cheaper, request, plan)
-
-
-def _step_s(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
-    """Predict the plan's step anew."""
-    return predict(
-        profile,
-        request,
-        boundaries=plan.boundaries,
-        num_micro_batches=plan.num_micro_batches,
-        schedule=plan.schedule,
-        recomputes=plan.recomputes,
-    ).predicted_step_s
+    return plan.predicted_step_s - step_s(cheaper, request, plan)
 
 
 def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> list[PipelinePlan]:

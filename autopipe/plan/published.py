@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import TypeAlias
 
@@ -24,9 +25,6 @@ from autopipe.profile import Profile
 
 Table: TypeAlias = Mapping[int, float]
 """Samples per second by M."""
-
-Tables: TypeAlias = Mapping[int, Table]
-"""Tables by K."""
 
 FROZEN_COST = 1 / 6
 """Weight of a frozen parameter relative to an active one (the paper's lambda)."""
@@ -50,7 +48,14 @@ def plan_as_published(
     table = throughput_table(profile, request, length)
     limit, needed = request.memory_limit_bytes, []
     for recomputes, count in product(request.recompute, best_first(table)):
-        plan = _gpipe(profile, request, boundaries, count, recomputes)
+        plan = predict(
+            profile,
+            request,
+            boundaries=boundaries,
+            num_micro_batches=count,
+            schedule="gpipe",
+            recomputes=recomputes,
+        )
         if limit is None or max(plan.peak_bytes) <= limit:
             return plan
         needed.append(max(plan.peak_bytes))
@@ -58,23 +63,6 @@ def plan_as_published(
         f"the published rules give {length} stages, which need {min(needed)} bytes with the best "
         f"M of {sorted(table)}, above memory_limit_bytes = {limit}; they count parameters, not "
         f'bytes: choose plan="fastest" or raise the limit'
-    )
-
-
-def _gpipe(
-    profile: Profile,
-    request: PlanRequest,
-    boundaries: tuple[int, ...],
-    count: int,
-    recomputes: bool,
-) -> PipelinePlan:
-    return predict(
-        profile,
-        request,
-        boundaries=boundaries,
-        num_micro_batches=count,
-        schedule="gpipe",
-        recomputes=recomputes,
     )
 
 
@@ -95,20 +83,9 @@ def throughput_table(profile: Profile, request: PlanRequest, length: int) -> Tab
     boundaries = published_split(profile, 0, length)
     # Nothing is frozen before training, and so nothing cached.
     at_first = replace(request, num_frozen=0, prefix_cached_s=None)
-    recomputes = request.recompute[0]
-    plans = {n: _gpipe(profile, at_first, boundaries, n, recomputes) for n in counts}
+    gpipe = partial(predict, profile, at_first, boundaries=boundaries, schedule="gpipe")
+    plans = {n: gpipe(num_micro_batches=n, recomputes=request.recompute[0]) for n in counts}
     return {n: request.global_batch / plan.predicted_step_s for n, plan in plans.items()}
-
-
-def throughput_tables(profile: Profile, request: PlanRequest) -> dict[int, Table]:
-    """Return the table of every length that the rules may choose, longest first.
-
-    Raises:
-        ValueError: the request excludes GPipe, or no length is possible.
-    """
-    return {
-        length: throughput_table(profile, request, length) for length in _lengths(profile, request)
-    }
 
 
 def published_length(
@@ -211,13 +188,3 @@ def best_first(table: Table) -> list[int]:
 def best_count(table: Table) -> int:
     """Return the M of the highest throughput; of equals the smallest."""
     return best_first(table)[0]
-
-
-def table_text(tables: Tables) -> str:
-    """Return throughput tables as text, one row per K; the best M has a star."""
-    rows = []
-    for length, table in tables.items():
-        best = best_count(table)
-        cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
-        rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
-    return "\n".join(["samples/s by pipeline length K and micro-batches M, simulated", *rows])

@@ -51,7 +51,7 @@ def near_fastest(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
         # Lower bounds ascend, so all that follow are too slow as well: simulate no more.
         if candidate.least_s > near_s * AS_FAST:
             break
-        plans.append(plan := _plan(candidate))
+        plans.append(plan := candidate.plan())
         if plan.predicted_step_s < fastest_s:
             fastest_s = plan.predicted_step_s
             low_s, high_s = step_range(profile, request, plan) if has_lengths else (0.0, 0.0)
@@ -88,10 +88,7 @@ def _plainest(plans: Sequence[PipelinePlan], schedules: Sequence[str]) -> Pipeli
 
 def step_range(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> tuple[float, float]:
     """Predict a plan's step with the lower and with the upper quartiles of measured times."""
-    opened = (_opened(one, request, plan) for one in profile.quartiles())
-    low_s, high_s = (
-        model.step_s(plan.schedule, sizes, split)[0] for model, sizes, split in opened
-    )
+    low_s, high_s = (step_s(one, request, plan) for one in profile.quartiles())
     return low_s, high_s
 
 
@@ -101,7 +98,7 @@ def candidates(profile: Profile, request: PlanRequest) -> list[PipelinePlan]:
     Raises:
         ValueError: no length or micro-batch count is possible.
     """
-    plans = [_plan(candidate) for candidate in _fitting(profile, request)]
+    plans = [candidate.plan() for candidate in _fitting(profile, request)]
     return sorted(plans, key=lambda plan: plan.predicted_step_s)
 
 
@@ -138,31 +135,35 @@ def predict(
             f"layers leave active"
         )
     ((_, sizes),) = _shapes(model, (len(split) - 1,))
-    return _plan(_Candidate(model, sizes, schedule, split, least_s=0.0))
+    return _Candidate(model, sizes, schedule, split).plan()
+
+
+def step_s(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> float:
+    """Predict a plan's step anew."""
+    return _candidate(profile, request, plan).step_s()[0]
 
 
 def simulate_plan(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> Simulation:
     """Execute a plan's schedule on a clock, without sums of gradients, update and overhead."""
-    model, sizes, split = _opened(profile, request, plan)
-    return model.simulation(plan.schedule, sizes, split)
+    one = _candidate(profile, request, plan)
+    return one.model.simulation(one.schedule, one.sizes, one.split)
 
 
 def stage_compute_s(
     profile: Profile, request: PlanRequest, plan: PipelinePlan
 ) -> tuple[float, ...]:
     """Predict each stage's computing in a step of the largest replica, without fetching."""
-    model, sizes, split = _opened(profile, request, plan)
-    first_s, *others_s = per_part(model.work_s(sizes, plan.length), split)
-    return first_s - model.fetch_s(sizes, plan.length), *others_s
+    one = _candidate(profile, request, plan)
+    first_s, *others_s = per_part(one.model.work_s(one.sizes, plan.length), one.split)
+    return first_s - one.model.fetch_s(one.sizes, plan.length), *others_s
 
 
-def _opened(
-    profile: Profile, request: PlanRequest, plan: PipelinePlan
-) -> tuple[StepModel, tuple[int, ...], tuple[int, ...]]:
-    """Return the model for a plan, its micro-batches' sizes, and its split of active sublayers."""
+def _candidate(profile: Profile, request: PlanRequest, plan: PipelinePlan) -> _Candidate:
+    """Return a plan as it is priced."""
     model = StepModel(profile, request, recomputes=plan.recomputes)
     sizes = request.sizes_of(plan.length, plan.num_micro_batches)
-    return model, sizes, tuple(boundary - model.first_active for boundary in plan.boundaries)
+    split = tuple(boundary - model.first_active for boundary in plan.boundaries)
+    return _Candidate(model, sizes, plan.schedule, split)
 
 
 def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
@@ -182,9 +183,9 @@ def least_memory_plan(profile: Profile, request: PlanRequest) -> PipelinePlan:
             assert split is not None, "without a limit every shape can be split"
             needs = max(per_part(num_bytes, split))
             if smallest is None or needs < smallest[0]:
-                smallest = needs, _Candidate(model, sizes, schedule, split, least_s=0.0)
+                smallest = needs, _Candidate(model, sizes, schedule, split)
     assert smallest is not None, "there is at least one shape"
-    return _plan(smallest[1])
+    return smallest[1].plan()
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,25 @@ class _Candidate:
     sizes: tuple[int, ...]
     schedule: str
     split: tuple[int, ...]
-    least_s: float
+    least_s: float = 0.0
+
+    def step_s(self) -> tuple[float, float]:
+        return self.model.step_s(self.schedule, self.sizes, self.split)
+
+    def plan(self) -> PipelinePlan:
+        model, length = self.model, len(self.split) - 1
+        peak_bytes = per_part(model.stage_bytes(self.sizes, length, self.schedule), self.split)
+        predicted_s, fetch_s = self.step_s()
+        return PipelinePlan(
+            length,
+            tuple(model.first_active + unit for unit in self.split),
+            len(self.sizes),
+            self.schedule,
+            predicted_s,
+            tuple(map(int, peak_bytes)),
+            fetch_s,
+            model.recomputes,
+        )
 
 
 def _possible_shapes(model: StepModel) -> list[list[tuple[int, tuple[int, ...]]]]:
@@ -307,22 +326,3 @@ def _split(model: StepModel, sizes: tuple[int, ...], length: int) -> tuple[list[
 
 def _within(num_bytes: PartCost, limit: int, part: int, first: int, last: int) -> bool:
     return num_bytes(part, first, last) <= limit
-
-
-def _plan(candidate: _Candidate) -> PipelinePlan:
-    model, sizes = candidate.model, candidate.sizes
-    split, name = candidate.split, candidate.schedule
-    length = len(split) - 1
-    peak_bytes = per_part(model.stage_bytes(sizes, length, name), split)
-    step_s, fetch_s = model.step_s(name, sizes, split)
-    boundaries = tuple(model.first_active + unit for unit in split)
-    return PipelinePlan(
-        length,
-        boundaries,
-        len(sizes),
-        name,
-        step_s,
-        tuple(map(int, peak_bytes)),
-        fetch_s,
-        model.recomputes,
-    )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from autopipe.plan import table_text
+from autopipe.plan import best_count
 from autopipe.profile import Profile
 from experiments.ablation.parts import ALL, FREEZE_ONLY
 from experiments.ablation.simulated import total_s as simulated_s
@@ -97,7 +97,7 @@ def _throughputs(system: PublishedSystem) -> str:
     rates = ", ".join(f"{rate}" for rate in THROUGHPUTS.values())
     return (
         f"{CLUSTER.name}, ViT-B/16, 224 px, float32, batch {BATCH} a pipeline; modelled\n"
-        f"{table_text(system.tables)}\npublished at K = 8: {rates}\n"
+        f"{_table_text(system.tables)}\npublished at K = 8: {rates}\n"
     )
 
 
@@ -206,6 +206,16 @@ def ranked_as_published(found: Mapping[str, float]) -> bool:
     """Return whether speed-ups ascend in the published order."""
     ascending = [found[name] for name in sorted(SPEED_UPS, key=lambda name: SPEED_UPS[name])]
     return all(a < b for a, b in pairwise(ascending))
+
+
+def _table_text(tables: Mapping[int, Mapping[int, float]]) -> str:
+    """Return throughput tables as text, one row per K; the best M has a star."""
+    rows = []
+    for length, table in tables.items():
+        best = best_count(table)
+        cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
+        rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
+    return "\n".join(["samples/s by pipeline length K and micro-batches M, simulated", *rows])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from autopipe.plan import (
     plan_as_published,
     predict,
     published_split,
-    throughput_tables,
+    throughput_table,
 )
 from autopipe.profile import Profile, RingCost
 from experiments.ablation.parts import ABLATION as PARTS
@@ -147,7 +147,8 @@ class PublishedSystem:
 
 def published_system(profile: Profile) -> PublishedSystem:
     """Profile the throughputs, once for each K, as the published system does at its start."""
-    return PublishedSystem(profile, throughput_tables(profile, START))
+    tables = {length: throughput_table(profile, START, length) for length in (8, 4, 2, 1)}
+    return PublishedSystem(profile, tables)
 
 
 def total_s(epochs: Sequence[Epoch]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.pipedream import cut_states, left_out, trimmed
+from autopipe.pipedream import cut_states, trimmed
 from autopipe.profile import LayerGraph, LayerNode, read_graph
 
 TEXT = """\
@@ -112,10 +112,6 @@ def test_a_second_source_is_computed_when_it_is_needed() -> None:
     assert [name for name, _ in cuts(graph("abcd", "ac", "bc", "cd"))] == ["a", "abc", "abcd"]
 
 
-def test_what_has_nothing_to_do_with_the_first_node_is_left_out_and_named() -> None:
+def test_what_has_nothing_to_do_with_the_first_node_is_left_out() -> None:
     two = graph("abcd", "ab", "cd")
-    states = cut_states(two)
-    assert [state.nodes for state in states] == [("a",), ("a", "b")]
-    assert left_out(two, states) == ["c", "d"]
-    whole = graph("abcd", "ac", "bc", "cd")
-    assert left_out(whole, cut_states(whole)) == []
+    assert [state.nodes for state in cut_states(two)] == [("a",), ("a", "b")]

@@ -11,9 +11,7 @@ from autopipe.plan.published import (
     best_count,
     plan_as_published,
     published_split,
-    table_text,
     throughput_table,
-    throughput_tables,
 )
 from autopipe.plan.request import PlanRequest
 from autopipe.profile.profile import Profile, SublayerCost
@@ -117,7 +115,6 @@ def test_the_table_has_the_multiples_of_k_and_the_plan_its_best() -> None:
     table = throughput_table(vit_base(), request(), 8)
     assert list(table) == [8, 16, 24, 32, 40, 48]
     assert best_count(table) == 48 == plan_as_published(vit_base(), request()).num_micro_batches
-    assert list(throughput_tables(vit_base(), request())) == [8, 4, 2, 1]
 
 
 def test_throughput_is_the_bubble_formula_s_for_equal_stages() -> None:
@@ -193,14 +190,6 @@ def test_a_length_that_was_set_is_kept() -> None:
     assert [
         plan_as_published(vit_base(), request(now, lengths=(4,))).length for now in (0, 9)
     ] == [4, 4]
-
-
-def test_tables_are_printed_with_a_star_at_what_is_taken() -> None:
-    tables = {2: {2: 30.0, 4: 41.5, 6: 40.0}, 1: {1: 50.0}}
-    title, two, one = table_text(tables).splitlines()
-    assert title.startswith("samples/s") and title.endswith(", simulated")
-    assert two.split() == ["K", "=", "2", "M", "=", "2,", "4,", "6", "30", "41.5*", "40"]
-    assert one.split() == ["K", "=", "1", "M", "=", "1", "50*"]
 
 
 @pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
