@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from operator import add, mul
+from operator import add
 from typing import Any
+
+import numpy as np
 
 from autopipe.profile.network import EXACT, AllReduceCost, LinkCost, Ring, RingCost
 
@@ -281,19 +283,11 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
     if len(sizes) == 1 or min(seconds) <= 0:
         return tuple(seconds)
     # Relative deviations count, or the largest size would decide alone.
-    weights = [1 / one**2 for one in seconds]
-    total = sum(weights)
-    mean_n = sum(map(mul, weights, sizes)) / total
-    mean_s = sum(map(mul, weights, seconds)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, sizes, strict=True))
-    joint = sum(
-        w * (n - mean_n) * (s - mean_s) for w, n, s in zip(weights, sizes, seconds, strict=True)
-    )
-    slope = max(0.0, joint / spread)
-    start = mean_s - slope * mean_n
-    if start < 0:  # Then the best line goes through the origin.
-        start = 0.0
-        slope = sum(w * n * s for w, n, s in zip(weights, sizes, seconds, strict=True)) / sum(
-            w * n**2 for w, n in zip(weights, sizes, strict=True)
-        )
+    weights = 1 / np.array(seconds)
+    slope, start = np.polyfit(sizes, seconds, 1, w=weights).tolist()
+    if slope < 0:
+        slope, start = 0.0, float(np.average(seconds, weights=weights**2))
+    elif start < 0:  # Then the best line goes through the origin.
+        rates = np.divide(sizes, seconds)
+        slope, start = float(rates.sum() / (rates @ rates)), 0.0
     return tuple(start + slope * size for size in sizes)

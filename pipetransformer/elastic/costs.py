@@ -76,9 +76,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._seconds: deque[float] = deque(maxlen=_WINDOW)
-        self._training: deque[float] = deque(maxlen=_WINDOW)
-        self._computed: deque[float] = deque(maxlen=_WINDOW)
+        # Seconds of a step, of them without fetching, and of them in which this rank computed.
+        self._recent = deque[tuple[float, float, float]](maxlen=_WINDOW)
 
     def note(self, seconds: float, *, fetch_s: float, computed_s: float) -> bool:
         """Add a step; return whether steps of this plan are now known for the first time.
@@ -90,29 +89,28 @@ class Pace:
         """
         self._num_steps += 1
         if self._num_steps > _WARM_UP:
-            self._seconds.append(seconds)
-            self._training.append(seconds - fetch_s)
-            self._computed.append(computed_s)
+            self._recent.append((seconds, seconds - fetch_s, computed_s))
         return self._num_steps == REVIEW_STEPS
 
     @property
     def median_s(self) -> float | None:
         """Return a recent step's seconds; None before there are enough steps."""
-        return _median_s(self._seconds)
+        return self._median_s(0)
 
     @property
     def training_s(self) -> float | None:
         """Return what of that is not fetching: it tells how fast computing is."""
-        return _median_s(self._training)
+        return self._median_s(1)
 
     @property
     def computed_s(self) -> float:
         """Return in how many of these seconds this rank computed."""
-        return statistics.median(self._computed)
+        return statistics.median(step[2] for step in self._recent)
 
-
-def _median_s(recent: deque[float]) -> float | None:
-    return statistics.median(recent) if len(recent) == _WINDOW else None
+    def _median_s(self, kind: int) -> float | None:
+        if len(self._recent) < _WINDOW:
+            return None
+        return statistics.median(step[kind] for step in self._recent)
 
 
 @dataclass

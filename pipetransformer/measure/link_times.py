@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,17 +28,8 @@ _SUM_BYTES = (1 << 12, 1 << 18, 1 << 22, 25 << 20)
 _FREE = LinkCost(0.0, float(1 << 40))
 
 
-@dataclass(frozen=True)
-class MessageTimes:
-    """Hold costs of messages within a node and between two, and the seconds of an agreement."""
-
-    link: LinkCost
-    node_link: LinkCost
-    agreement_s: float
-
-
-def measure_messages(world: World, work: Callable[[], object]) -> MessageTimes:
-    """Time messages within a node, and between two. Collective.
+def measure_messages(world: World, work: Callable[[], object]) -> dict[str, Any]:
+    """Time messages, and return them under the names of `Profile`'s fields. Collective.
 
     Ranks exchange messages in pairs, all at once, as stages do. Rank 0's times stand for all links
     of a kind, and for the other kind where that does not occur.
@@ -46,14 +38,17 @@ def measure_messages(world: World, work: Callable[[], object]) -> MessageTimes:
         work: computes as a stage does, for a few milliseconds.
     """
     if world.group is None:
-        return MessageTimes(_FREE, _FREE, 0.0)
+        return {"link": _FREE, "node_link": _FREE, "step_overhead_s": 0.0}
     alone = _Work(work, typical_s(work, repeats=_TURNS))
     slots = world.slots_per_node
     within = _measure_link(world, 1, alone) if slots > 1 and world.size > 1 else None
     between = _measure_link(world, slots, alone) if world.size > slots else None
-    return MessageTimes(
-        within or between or _FREE, between or within or _FREE, _agreement_s(world, alone)
-    )
+    return {
+        "link": within or between or _FREE,
+        "node_link": between or within or _FREE,
+        # Ranks agree twice a step.
+        "step_overhead_s": 2 * _agreement_s(world, alone),
+    }
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
 
 
 def _agreement_s(world: World, work: _Work) -> float:
-    """Return the seconds of a sum of two numbers over the world; each step has two such sums.
+    """Return the seconds of a sum of two numbers over the world.
 
     Ranks come to it from their work, some earlier than others.
     """

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from autopipe.profile import (
 )
 from pipetransformer.feed import Batch
 from pipetransformer.measure.kinds import choose_sublayers
-from pipetransformer.measure.link_times import MessageTimes, measure_messages, measure_sums
+from pipetransformer.measure.link_times import measure_messages, measure_sums
 from pipetransformer.measure.reading_times import measure_rows, measure_samples
 from pipetransformer.measure.spans import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.measure.sublayer_times import (
@@ -82,29 +83,23 @@ def measure(
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
     # Workers read while stages compute, so a step does not wait for them.
-    fetch_s, read_s = (0.0, 0.0) if task.config.num_workers else measure_samples(read, largest)
-    rows = measure_rows(task.config.cache_folder, world.device)
-    on_device = rows.device_byte_s
+    samples: dict[str, Any] = {"fetch_s": 0.0, "read_s": 0.0}
+    if not task.config.num_workers:
+        samples = measure_samples(read, largest)
     own = Profile(
         batch_sizes=tuple(batches),
         sublayers=costs,
-        read_s=read_s,
-        fetch_s=fetch_s,
-        cached_fetch_s=rows.call_s,
         idle_node_share=idle_node_share,
         optimizer_s_per_byte=update_s,
-        step_overhead_s=2 * messages.agreement_s,
-        link=messages.link,
-        node_link=messages.node_link,
         all_reduce=measure_sums(
             world,
             sum(cost.gradient_bytes for cost in costs),
             timeout_s=task.config.setup_timeout_s,
         ),
         uncertainty=statistics.median(map(uncertainty, timed.rounds_s)),
-        cache_bytes_per_s=1 / rows.read_byte_s,
-        cache_write_bytes_per_s=1 / rows.write_byte_s,
-        cache_device_bytes_per_s=on_device and 1 / on_device,
+        **messages,
+        **samples,
+        **measure_rows(task.config.cache_folder, world.device),
     )
     return merge(
         [Profile.from_json(one) for one in gather_json(own.to_json(), group=world.group)]
@@ -154,11 +149,11 @@ def _measure_chain(
     return join_sizes(chains)
 
 
-def _measure_messages(task: Task, world: World, *, batch: Batch, span: range) -> MessageTimes:
+def _measure_messages(task: Task, world: World, *, batch: Batch, span: range) -> dict[str, Any]:
     """Time messages between ranks that compute rank 0's span beside them. Collective."""
 
-    def time_beside_work(sublayers: list[ProfiledSublayer], inputs: list[Batch]) -> MessageTimes:
-        return measure_messages(world, partial(forward, sublayers, inputs[0]))
+    def time_beside_work(subs: list[ProfiledSublayer], inputs: list[Batch]) -> dict[str, Any]:
+        return measure_messages(world, partial(forward, subs, inputs[0]))
 
     span = range(*broadcast_json([span.start, span.stop], group=world.group))
     (costs,) = run_spans(task, world.device, [span], [batch], time_beside_work)

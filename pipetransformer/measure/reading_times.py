@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +25,21 @@ _TURNS = 7
 _MEMORY = Path("/dev/shm")
 
 
-def measure_samples(read: Callable[[Tensor], Batch], most: int) -> tuple[float, float]:
-    """Return the seconds of reading, a call and a sample.
+def measure_samples(read: Callable[[Tensor], Batch], most: int) -> dict[str, float]:
+    """Time reading samples, and return that under the names of `Profile`'s fields.
 
     Args:
         most: samples of the largest micro-batch.
     """
     one_s, most_s = (_seconds(read, torch.arange(num)) for num in (1, most))
     sample_s = max(0.0, most_s - one_s) / max(most - 1, 1)
-    return max(0.0, one_s - sample_s), sample_s
+    return {"fetch_s": max(0.0, one_s - sample_s), "read_s": sample_s}
 
 
-@dataclass(frozen=True)
-class RowTimes:
-    """Hold what the cache's rows take.
+def measure_rows(folder: str | Path, device: torch.device) -> dict[str, Any]:
+    """Time the cache's rows, and return them under the names of `Profile`'s fields.
 
-    Args:
-        call_s: a fetch of any number of rows.
-        read_byte_s: a byte fetched from the store to the device.
-        write_byte_s: a byte written from the device to the store's memory, for the first time.
-        device_byte_s: a byte read in a GPU's own memory; None on a CPU.
-    """
-
-    call_s: float
-    read_byte_s: float
-    write_byte_s: float
-    device_byte_s: float | None
-
-
-def measure_rows(folder: str | Path, device: torch.device) -> RowTimes:
-    """Time the cache's rows as training uses them; on a GPU a thread reads them ahead.
+    They are read as in training: on a GPU a thread reads them ahead.
 
     Args:
         folder: where the cache's file is to be. A disk's own rate counts, without memory's help,
@@ -75,8 +59,12 @@ def measure_rows(folder: str | Path, device: torch.device) -> RowTimes:
         with closing(cache):
             call_s, read_s = _fetch_s(cache, reads_ahead=reads_ahead)
     disk_s = disk_byte_s(Path(folder))
-    on_device = _select_s(device) if reads_ahead else None
-    return RowTimes(call_s, read_s + disk_s, write_s + disk_s, on_device)
+    return {
+        "cached_fetch_s": call_s,
+        "cache_bytes_per_s": 1 / (read_s + disk_s),
+        "cache_write_bytes_per_s": 1 / (write_s + disk_s),
+        "cache_device_bytes_per_s": 1 / _select_s(device) if reads_ahead else None,
+    }
 
 
 def _fetch_s(cache: PrefixCache, *, reads_ahead: bool) -> tuple[float, float]:
