@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from autopipe.profile import Profile
 from pipetransformer import Trainer, launch
 from pipetransformer.checkpoint import run_state
 from pipetransformer.checkpoint import saver as saving
@@ -32,6 +33,8 @@ from pipetransformer.elastic import elasticity as steering
 from pipetransformer.errors import CorruptCheckpointError, NonFiniteError
 from pipetransformer.processes.agreement import agree
 from pipetransformer.processes.world import connect
+from tests.helpers.inspection import task_of
+from tests.helpers.measured import measuring, never
 from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model
 from tests.helpers.pool import Pool, suit_tests
 from tests.helpers.scenario import build_adamw
@@ -286,6 +289,21 @@ def test_what_was_measured_is_kept_for_as_many_equal_ranks(
     assert two_ranks.run(measures_on_resume, tmp_path, None) == [False, False]
     assert two_ranks.run(measures_on_resume, tmp_path, 1) == [True, True]
     assert measures_on_resume(tmp_path, None)
+
+
+def test_costs_of_version_0_2_had_the_rates_of_rows_beside_them(tmp_path: Path) -> None:
+    def as_before(self: Profile, to_json: Any = Profile.to_json) -> dict[str, Any]:
+        values = to_json(self)
+        names = [name for name in values if name.startswith("cache_")]
+        rates = {name: values.pop(name) for name in names}
+        return {"profile": values, **rates}
+
+    with pytest.MonkeyPatch.context() as patch, measuring(never):
+        patch.setattr(Profile, "to_json", as_before)
+        train(tmp_path)
+    with make_trainer(tmp_path, resume=True) as trainer:
+        trainer.begin()
+        assert trainer.measurements == never(task_of(trainer))
 
 
 def train_and_kill(folder: Path, killed_save: int) -> None:
