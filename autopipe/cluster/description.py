@@ -248,6 +248,7 @@ def modelled_profile(
         link=cluster.link,
         node_link=cluster.node_link,
         all_reduce=RingCost(cluster.link, cluster.node_link),
+        cache_bytes_per_s=cluster.cache_bytes_per_s,
     )
 
 

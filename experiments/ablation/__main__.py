@@ -110,7 +110,7 @@ def _trained(options: argparse.Namespace) -> list[PartsRow]:
 def _simulated(options: argparse.Namespace) -> list[PartsRow]:
     choice = ModelChoice(options.model, options.image_size, options.seq_length, options.dtype)
     place = described_place(choice, options.cluster)
-    if place.cache_bytes_per_s is None:
+    if place.profile.cache_bytes_per_s is None:
         raise ValueError(
             f"{options.cluster} does not say how fast a cache is read; add cache_bytes_per_s"
         )

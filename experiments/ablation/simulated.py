@@ -125,7 +125,7 @@ def _cached_s(
     A hit is read as it was in the epoch before, and what froze since runs; a miss runs it all.
     What ran is written.
     """
-    profile, rate = place.profile, place.cache_bytes_per_s
+    profile, rate = place.profile, place.profile.cache_bytes_per_s
     assert rate is not None
     chunk = _chunk(place, training)
     written_s = profile.prefix_bytes(num_frozen) / rate

@@ -90,7 +90,6 @@ def say_plans(options: RunOptions, workload: Workload, trainer: Trainer) -> None
         world.size,
         world.slots_per_node,
         options.memory_limit_bytes,
-        measured.cache_bytes_per_s,
     )
     layers = max(cost.layer for cost in measured.sublayers)
     requests = [trainer.plan_request(num_frozen) for num_frozen in range(layers)]

@@ -197,11 +197,10 @@ def ours(
     """
     place = Place(
         CLUSTER.name,
-        profile,
+        replace(profile, cache_bytes_per_s=CLUSTER.link.bytes_per_s),
         CLUSTER.num_slots,
         CLUSTER.slots_per_node,
         CLUSTER.memory_bytes,
-        CLUSTER.link.bytes_per_s,
     )
     training = SimulatedTraining(
         NUM_SAMPLES, BATCH if grow else 2 * BATCH, published_frozen(), scale_batch=grow

@@ -21,7 +21,7 @@ from autopipe.plan import PlanRequest
 from autopipe.profile import Profile, ProfiledSublayer
 from pipetransformer.cli.named_model import ModelChoice, NamedModel, build_named, build_shapes
 from pipetransformer.config import TrainConfig, usual_prefix_chunk
-from pipetransformer.elastic import RowRates, complete_request
+from pipetransformer.elastic import complete_request
 from pipetransformer.measure import measure
 from pipetransformer.model import Task, adamw
 from pipetransformer.processes import connect, launch
@@ -34,7 +34,6 @@ class Place:
     Args:
         num_slots, slots_per_node: device slots that would train.
         memory_bytes: of a slot; None if it is not known.
-        cache_bytes_per_s: rate of reading cached activations; None if it is not known.
         reads_ahead: whether they are read while the step before computes, as on a GPU.
         assumed: what the model's name does not say, a sentence each.
     """
@@ -44,7 +43,6 @@ class Place:
     num_slots: int
     slots_per_node: int
     memory_bytes: int | None
-    cache_bytes_per_s: float | None
     reads_ahead: bool = False
     assumed: tuple[str, ...] = ()
 
@@ -64,7 +62,6 @@ def described_place(choice: ModelChoice, cluster_file: str) -> Place:
         cluster.num_slots,
         cluster.slots_per_node,
         cluster.memory_bytes,
-        cluster.cache_bytes_per_s,
         reads_ahead=True,
         assumed=_assumed(named.assumed, named.sample, named.masks.asked),
     )
@@ -122,19 +119,17 @@ def make_request(
             f"{num_frozen} layers cannot be frozen; the model has {most} beside its "
             f"head, which never freezes: give 0 to {most}"
         )
-    rate = place.cache_bytes_per_s
-    if cached and rate is None:
+    if cached and place.profile.cache_bytes_per_s is None:
         raise ValueError(
             f"{place.name} does not say how fast a cache is read; add "
             "cache_bytes_per_s to its file, or leave --cached out"
         )
-    # Rows that are read for ever pay for being written at any rate.
-    rows = RowRates(rate, rate, place.reads_ahead) if cached and rate is not None else None
     shape = place.num_slots, place.slots_per_node, global_batch, num_frozen
     chunk = usual_prefix_chunk(global_batch, place.num_slots)
     limit = place.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     request = PlanRequest(*shape, memory_limit_bytes=limit, prefix_chunk=chunk, **further)
-    return complete_request(request, place.profile, rows=rows)
+    # Rows that are read for ever pay for being written at any rate.
+    return complete_request(request, place.profile, reads_cache=cached, on_gpu=place.reads_ahead)
 
 
 def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> Place:
@@ -161,7 +156,6 @@ def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> 
         num_slots,
         num_slots,
         values["memory_bytes"],
-        measured.cache_bytes_per_s,
         reads_ahead=values["device"] == "cuda",
         assumed=assumed,
     )

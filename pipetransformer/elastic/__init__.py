@@ -11,7 +11,6 @@ from pipetransformer.elastic.elasticity import Change, Elasticity, plan_shape
 from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
 from pipetransformer.elastic.planner import (
     PlanSituation,
-    RowRates,
     complete_request,
     fastest_by_length,
     fastest_per_sample,
@@ -22,7 +21,7 @@ from pipetransformer.elastic.shards import OPTIMIZER, WEIGHTS, shard_name, split
 
 __all__ = [
     "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
-    "RowRates", "Elasticity", "WEIGHTS", "complete_request", "fastest_by_length",
+    "Elasticity", "WEIGHTS", "complete_request", "fastest_by_length",
     "fastest_per_sample", "fastest_plan", "plan_shape", "published_plan",
     "read_looks", "shard_name", "split_shard_name",
 ]  # fmt: skip

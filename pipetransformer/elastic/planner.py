@@ -66,43 +66,35 @@ class PlanSituation:
 Planner = Callable[[PlanSituation], PipelinePlan]
 
 
-@dataclass(frozen=True)
-class RowRates:
-    """State how fast rows of the cache are read and written, where they lie.
-
-    Args:
-        read_bytes_per_s: from there to the device that trains.
-        write_bytes_per_s: the other way.
-        reads_ahead: whether they are read while the step before computes, and take nothing from
-            it.
-    """
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    reads_ahead: bool = False
-
-
 def complete_request(
     request: PlanRequest,
     profile: Profile,
     *,
-    rows: RowRates | None,
+    reads_cache: bool,
+    on_gpu: bool = False,
+    in_gpu_memory: bool = False,
     reads_a_row: float = math.inf,
 ) -> PlanRequest:
     """Add to a request what follows from the costs: the prefix's reading, a transition's round.
 
     Args:
         request: states the prefix's chunk.
-        rows: how cached activations are read and written; None without a cache. The prefix is
-            cached if reading saves more until the end than writing takes.
+        reads_cache: whether activations may come from the cache. The prefix is cached if reading
+            saves more until the end than writing takes.
+        on_gpu: whether a GPU trains. It reads rows of host memory while the step before computes.
+        in_gpu_memory: whether all rows lie there.
         reads_a_row: how often a written row will be read.
     """
+    read = write = profile.cache_device_bytes_per_s if in_gpu_memory else None
+    reads_ahead = on_gpu and read is None
+    if read is None:
+        read, write = profile.cache_bytes_per_s, profile.cache_write_bytes_per_s
     cached_s = None
-    if rows is not None and profile.first_active(request.num_frozen):
+    if reads_cache and read is not None and profile.first_active(request.num_frozen):
         chunk = request.prefix_chunk or 1
         num_bytes = profile.prefix_bytes(request.num_frozen)
-        read_s, write_s = num_bytes / rows.read_bytes_per_s, num_bytes / rows.write_bytes_per_s
-        hidden_s = _least_active_s(request, profile) if rows.reads_ahead else 0.0
+        read_s, write_s = num_bytes / read, num_bytes / (write or read)
+        hidden_s = _least_active_s(request, profile) if reads_ahead else 0.0
         computed_s = profile.prefix_s(request.num_frozen, chunk) / chunk
         saved_s = computed_s - max(0.0, read_s - hidden_s)
         if saved_s > 0 and reads_a_row * saved_s > write_s:
@@ -110,7 +102,7 @@ def complete_request(
     return replace(
         request,
         prefix_cached_s=cached_s,
-        prefix_read_ahead=cached_s is not None and rows is not None and rows.reads_ahead,
+        prefix_read_ahead=cached_s is not None and reads_ahead,
         round_bytes=ROUND_BYTES if request.num_ranks > 1 else 0,
     )
 
@@ -486,9 +478,15 @@ class RunPlanner:
             schedules=self._schedules(),
             recompute=config.recompute,
         )
-        rows = self._row_rates() if self._may_cache() else None
-        reads = self._reads_a_row(clock, current)
-        return complete_request(request, self.profile, rows=rows, reads_a_row=reads)
+        alone = config.cache_device == "auto" and self._world.size == 1
+        return complete_request(
+            request,
+            self.profile,
+            reads_cache=self._may_cache(),
+            on_gpu=on_gpu,
+            in_gpu_memory=on_gpu and (alone or config.cache_device == "cuda"),
+            reads_a_row=self._reads_a_row(clock, current),
+        )
 
     def _schedules(self) -> tuple[str, ...]:
         """Return the schedules that the run may have, the preferred one first."""
@@ -509,18 +507,6 @@ class RunPlanner:
         if turn == 1:
             return None
         return tuple(range(turn, max(turn, 6 * self._world.size) + 1, turn))
-
-    def _row_rates(self) -> RowRates | None:
-        """Return the rates of the cache's rows: on this GPU, where all fit, or on the host."""
-        wanted, profile = self._task.config.cache_device, self.profile
-        alone = wanted == "auto" and self._world.size == 1
-        on_gpu, beside = self._world.device.type == "cuda", profile.cache_device_bytes_per_s
-        if on_gpu and beside is not None and (alone or wanted == "cuda"):
-            return RowRates(beside, beside)  # Rows in its own memory are not read ahead.
-        if (read := profile.cache_bytes_per_s) is None:
-            return None
-        # An older version's checkpoint has one rate for both.
-        return RowRates(read, profile.cache_write_bytes_per_s or read, reads_ahead=on_gpu)
 
     def _reads_a_row(self, clock: Clock, current: Decision | None) -> float:
         """Return how often a sample comes again in the run, after it was computed and stored."""

@@ -18,7 +18,8 @@ from tests.helpers.costs import sums
 from tests.helpers.smoke_runs import frozen_from
 from tests.pipetransformer.elastic.test_planners import profile
 
-MACHINES = Place("made up", profile(8, all_reduce=sums()), 8, 4, None, 1e12)
+COSTS = profile(8, all_reduce=sums(), cache_bytes_per_s=1e12)
+MACHINES = Place("made up", COSTS, 8, 4, None)
 """Two nodes of four devices, and a cache that costs next to nothing."""
 
 

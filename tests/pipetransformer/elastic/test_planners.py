@@ -15,7 +15,6 @@ from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan, published_plan
 from pipetransformer.config import PLANS
 from pipetransformer.elastic import (
-    RowRates,
     complete_request,
     fastest_per_sample,
 )
@@ -289,11 +288,13 @@ def test_activations_are_cached_where_reading_them_pays_for_writing_them(
         *(costs.sublayer(layer, forward_s=2.0, output_bytes=400.0) for layer in range(4))
     )
     request = PlanRequest(2, 2, 8, 1, prefix_chunk=1)
-    rows = None if read is None else RowRates(read, write)
-    completed = complete_request(request, frozen, rows=rows, reads_a_row=reads)
+    rates = {"cache_bytes_per_s": read or 1.0, "cache_write_bytes_per_s": write}
+    frozen = dataclasses.replace(frozen, **rates)
+    caches = {"reads_cache": read is not None}
+    completed = complete_request(request, frozen, **caches, reads_a_row=reads)
     assert completed.prefix_cached_s == (pytest.approx(0.4) if is_cached else None)
     none = dataclasses.replace(request, num_frozen=0)
-    assert complete_request(none, frozen, rows=rows).prefix_cached_s is None
+    assert complete_request(none, frozen, **caches).prefix_cached_s is None
 
 
 # The frozen layer takes 1 s a sample; the three others train for 3 x (2 + 4) s, in a stage alone
@@ -313,11 +314,11 @@ def test_activations_are_cached_where_reading_them_pays_for_writing_them(
 def test_rows_that_are_read_ahead_save_what_does_not_exceed_the_shortest_stage(
     read_s: float, longest: int, reads: float, is_cached: bool
 ) -> None:
-    profile = costs.profile(
-        *(costs.sublayer(n, forward_s=2.0, output_bytes=1.0) for n in range(4))
-    )
+    layers = (costs.sublayer(n, forward_s=2.0, output_bytes=1.0) for n in range(4))
+    profile = costs.profile(*layers, cache_bytes_per_s=1 / read_s)
     request = PlanRequest(3, 3, 8, 1, prefix_chunk=1, lengths=(longest,))
-    rows = RowRates(1 / read_s, 1 / read_s, reads_ahead=True)
-    completed = complete_request(request, profile, rows=rows, reads_a_row=reads)
+    completed = complete_request(
+        request, profile, reads_cache=True, on_gpu=True, reads_a_row=reads
+    )
     assert completed.prefix_read_ahead == is_cached
     assert completed.prefix_cached_s == (pytest.approx(read_s) if is_cached else None)

@@ -14,7 +14,7 @@ from autopipe.loss import Loss
 from autopipe.plan.request import PipelinePlan
 from pipetransformer import adamw
 from pipetransformer.config import TrainConfig
-from pipetransformer.elastic import PlanSituation, RowRates, fastest_plan
+from pipetransformer.elastic import PlanSituation, fastest_plan
 from pipetransformer.elastic import planner as planning
 from pipetransformer.elastic.costs import Calibration
 from pipetransformer.elastic.decision import Decision
@@ -156,26 +156,29 @@ def test_a_user_s_planner_may_not_recompute_against_the_setting(setting: bool) -
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "cache_device", "expected"),
+    ("device", "num_ranks", "cache_device", "read_s", "ahead"),
     [
-        ("cpu", 1, "auto", RowRates(4.0, 2.0)),
-        ("cuda", 2, "auto", RowRates(4.0, 2.0, reads_ahead=True)),
-        ("cuda", 1, "cpu", RowRates(4.0, 2.0, reads_ahead=True)),
-        ("cuda", 1, "auto", RowRates(100.0, 100.0)),
-        ("cuda", 2, "cuda", RowRates(100.0, 100.0)),
+        ("cpu", 1, "auto", 0.25, False),
+        ("cuda", 2, "auto", 0.25, True),
+        ("cuda", 1, "cpu", 0.25, True),
+        ("cuda", 1, "auto", 0.0625, False),
+        ("cuda", 2, "cuda", 0.0625, False),
     ],
 )
-def test_rates_of_rows_are_those_of_where_they_lie(
-    device: str, num_ranks: int, cache_device: Any, expected: RowRates
+def test_rows_are_read_at_the_rate_of_where_they_lie(
+    device: str, num_ranks: int, cache_device: Any, read_s: float, ahead: bool
 ) -> None:
     one = planner(num_ranks=num_ranks, cache_device=cache_device)
     one._world.device = torch.device(device)
-    rates = {"cache_write_bytes_per_s": 2.0, "cache_device_bytes_per_s": 100.0}
-    one.profile = dataclasses.replace(one.profile, cache_bytes_per_s=4.0, **rates)
-    assert one._row_rates() == expected
-    unknown = {**dict.fromkeys(rates), "cache_bytes_per_s": 4.0}
-    one.profile = dataclasses.replace(one.profile, **unknown)
-    assert one._row_rates() == RowRates(4.0, 4.0, reads_ahead=device == "cuda")
+    rates = {"cache_bytes_per_s": 256.0, "cache_device_bytes_per_s": 1024.0}
+    layers = (costs.sublayer(n, output_bytes=64.0) for n in range(6))
+    one.profile = costs.profile(*layers, **rates)
+    asked = one.request(CLOCK, 1, None)
+    assert (asked.prefix_cached_s, asked.prefix_read_ahead) == (read_s, ahead)
+    # Of a version that did not measure rows in a GPU's memory.
+    one.profile = dataclasses.replace(one.profile, cache_device_bytes_per_s=None)
+    asked = one.request(CLOCK, 1, None)
+    assert (asked.prefix_cached_s, asked.prefix_read_ahead) == (0.25, device == "cuda")
 
 
 def test_what_writing_rows_takes_keeps_a_short_run_from_the_cache() -> None:
