@@ -714,7 +714,7 @@ class Trainer:
 
     @property
     def measurements(self) -> Profile | None:
-        """Return what decisions are based on; None before the first step."""
+        """Return the measured costs that decisions rest on; None before the first step."""
         return self._elastic.profile
 
     @property

@@ -107,7 +107,7 @@ def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> floa
     return plan.predicted_step_s - step_s(cheaper, request, plan)
 
 
-def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> list[PipelinePlan]:
+def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan) -> list[PipelinePlan]:
     """Select the fastest plan of each other length, and the three next fastest of all.
 
     Args:
@@ -116,11 +116,10 @@ def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan | None) -> li
     """
     # Of plans that differ only by their schedule, the fastest stays.
     by_shape = {(plan.length, plan.num_micro_batches): plan for plan in reversed(plans)}
-    if chosen is not None:
-        by_shape.pop((chosen.length, chosen.num_micro_batches), None)
+    by_shape.pop((chosen.length, chosen.num_micro_batches), None)
     different = sorted(by_shape.values(), key=_rank)
-    fastest = {plan.length: plan for plan in reversed(different)}
-    best = [plan for plan in fastest.values() if chosen is None or plan.length != chosen.length]
+    fastest = {plan.length: plan for plan in reversed(different) if plan.length != chosen.length}
+    best = [*fastest.values()]
     others = [plan for plan in different if plan not in best][:3]
     return sorted(best + others, key=_rank)
 
