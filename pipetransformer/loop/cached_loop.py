@@ -17,7 +17,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import chain, islice
 from typing import Any, final
 
@@ -34,6 +33,7 @@ from pipetransformer.loop.epoch_policy import EpochPolicy
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
 from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.loaders import base_of, giving_indices
+from pipetransformer.loop.named_parts import named_parts
 from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService
 from pipetransformer.loop.settings import PARTS, check_settings
@@ -86,7 +86,7 @@ def attach(
     if parts:
         if freeze is not None:
             raise ValueError("freeze= and parts= exclude each other; attach twice, or give one")
-        root, named = _named_parts(model, parts)
+        root, named = named_parts(model, parts)
         return CachedLoop(root, lambda _: 1, {**settings, PARTS: named})
     if freeze is None or isinstance(freeze, nn.Module):
         raise ValueError(
@@ -105,42 +105,6 @@ def attach(
         _refuse_no_list(model)
     watching = EpochPolicy(policy, optimizer, num_epochs, dry_run=dry_run)
     return CachedLoop(model, watching, settings)
-
-
-def _named_parts(
-    model: nn.Module, parts: Sequence[str | nn.Module]
-) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """Return the module that a loop calls, and its parts by name.
-
-    Raises:
-        TypeError: a part is neither a name nor a module.
-        ValueError: the model has no such part, or a part is of another model, beside others.
-    """
-    if isinstance(parts, (str, nn.Module)):
-        raise TypeError(f"parts= is a {type(parts).__name__}; give a list of names or modules")
-    names = {module: name for name, module in model.named_modules()}
-    found: dict[str, nn.Module] = {}
-    for one in parts:
-        if isinstance(one, str):
-            if one not in names.values():
-                near = get_close_matches(one, names.values(), n=1)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"the model has no module {one!r}{meant}")
-            found[one] = model.get_submodule(one)
-        elif isinstance(one, nn.Module):
-            if one not in names and len(parts) > 1:
-                raise ValueError(
-                    f"this {type(one).__name__} is not in the model; attach it by itself: one "
-                    "model for each `attach`"
-                )
-            found[names.get(one, "")] = one
-        else:
-            raise TypeError(f"parts= has a {type(one).__name__}; give names or modules")
-    inner = [n for n in found for o in found if n != o and found[n] in {*found[o].modules()}]
-    if inner:
-        raise ValueError(f"the part {inner[0]!r} lies within another one; name the outer alone")
-    alone = next((part for part in found.values() if part not in names), None)
-    return (model, found) if alone is None else (alone, {type(alone).__name__: alone})
 
 
 def _refuse_no_list(model: nn.Module) -> None:

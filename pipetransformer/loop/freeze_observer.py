@@ -49,12 +49,14 @@ class FreezeObserver:
         layers: the model's blocks, bottom first; None finds them.
     Attributes:
         keeps_outputs: whether frozen layers' outputs are cached, as predicted steps count.
+        parts: modules that are frozen from the start; then nothing is watched, and nobody asked.
     Raises:
         ValueError: every_steps is less than 1, there are no layers, or the policy needs another
             signal than relative updates, or sets learning rates; later, it lets layers rest.
     """
 
     keeps_outputs = True
+    parts: tuple[str | nn.Module, ...] = ()
 
     def __init__(
         self,
@@ -105,6 +107,8 @@ class FreezeObserver:
             optimizers: or what has their `param_groups`; the first one has the learning rate.
             scaler: a `GradScaler`.
         """
+        if self.parts:
+            return
         if self._times is not None:
             self._times.close()  # A training that failed left its hooks.
             self._times = None
@@ -132,6 +136,8 @@ class FreezeObserver:
         A scaler that skips a step lowers its scale. Whether the optimizer's step was called says
         nothing, as fused optimizers skip it themselves.
         """
+        if self.parts:
+            return
         before, self._scale = self._scale, _scale_of(self._scaler)
         skipped = skipped or self._scale < before
         if not skipped and not self._num_updates:
@@ -142,6 +148,8 @@ class FreezeObserver:
 
     def end_step(self, step: int) -> None:
         """Note that `step` steps are done, once the next one's rate is set; look if it is time."""
+        if self.parts:
+            return
         if self._coming_rate is not None:
             self._rates.append(self._coming_rate)
         self._coming_rate = self._learning_rate()
@@ -158,6 +166,8 @@ class FreezeObserver:
         Args:
             epoch: of the next step; None takes what the number of steps says.
         """
+        if self.parts:
+            return 0
         # Who names an epoch begins it, however many were expected.
         is_over = epoch is None and step >= self._max_steps
         epoch = step // self._per_epoch if epoch is None else epoch
@@ -180,12 +190,16 @@ class FreezeObserver:
 
     def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note an evaluation's results, for policies."""
+        if self.parts:
+            return
         # Joined: evaluations of several data sets have metrics of different names.
         self._metrics |= metrics
         self._evaluated_at = step
 
     def publish(self) -> None:
         """Watch no more, and log what was seen; of a dry run as a warning, to be read."""
+        if self.parts:
+            return
         self._stop_timing()
         if _is_first_rank():
             level = logging.WARNING if self.dry_run else logging.INFO

@@ -30,8 +30,9 @@ class LightningFreezeCallback(ServingObserver, Callback):
     and the policy's state: a resumed training goes on with them. Rows are made anew.
 
     Args:
-        freeze, settings: see `ServingObserver`, also for its `every_steps`, `cache`, `dry_run` and
-            `layers`. The precision is the trainer's.
+        freeze, settings: see `ServingObserver`, also for its `parts`, `every_steps`, `cache`,
+            `dry_run` and `layers`. The precision is the trainer's. Names of parts are those in
+            `model`.
         model: the name of the part of the LightningModule that its steps give batches to; None
             takes the only one with weights.
     Raises:
@@ -42,7 +43,9 @@ class LightningFreezeCallback(ServingObserver, Callback):
 
     _num_seen = 0
 
-    def __init__(self, freeze: FreezeChoice, *, model: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, freeze: FreezeChoice | None = None, *, model: str | None = None, **settings: Any
+    ) -> None:
         super().__init__(freeze, **settings)
         self._name = model
 

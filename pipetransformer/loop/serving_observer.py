@@ -20,8 +20,9 @@ from torch import nn
 from autocache import CacheStats
 from freeze import FreezeChoice, chosen_policy
 from pipetransformer.loop.freeze_observer import FreezeObserver
+from pipetransformer.loop.named_parts import named_parts
 from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import check_settings
+from pipetransformer.loop.settings import PARTS, check_settings
 
 
 class ServingObserver(FreezeObserver):
@@ -29,6 +30,7 @@ class ServingObserver(FreezeObserver):
 
     Args:
         freeze: a number of blocks, one for each epoch, a policy's name, a policy, or a function.
+        parts: in its place; see `attach`.
         every_steps: optimizer steps between two questions to the policy; None asks it before each
             epoch. It is asked before the first step, too.
         cache: whether rows are kept; without, blocks only freeze.
@@ -40,8 +42,9 @@ class ServingObserver(FreezeObserver):
 
     def __init__(
         self,
-        freeze: FreezeChoice,
+        freeze: FreezeChoice | None = None,
         *,
+        parts: Sequence[str | nn.Module] = (),
         every_steps: int | None = None,
         cache: bool = True,
         dry_run: bool = False,
@@ -54,10 +57,16 @@ class ServingObserver(FreezeObserver):
                 f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
                 "effect; leave that out"
             )
-        policy = chosen_policy(freeze)
+        if bool(parts) == (freeze is not None):
+            raise ValueError("give freeze=, what of the blocks freezes when, or parts=, not both")
+        if parts and (dry_run or not cache or every_steps is not None or layers is not None):
+            raise ValueError(
+                "parts= are frozen and have rows from the start: leave the others out"
+            )
+        policy = chosen_policy(0 if freeze is None else freeze)
         super().__init__(policy, every_steps=every_steps, dry_run=dry_run, layers=layers)
         self.keeps_outputs, self.makes_rows = cache, cache and not dry_run
-        self._settings = settings
+        self._settings, self.parts = settings, tuple(parts)
         self._swap = ExitStack()
         self._stats = CacheStats()
 
@@ -70,7 +79,7 @@ class ServingObserver(FreezeObserver):
         return self._stats if self._rows is None else self._rows.stats
 
     def begin_rows(self, model: nn.Module, loader: Any, *, precision: str | None) -> None:
-        """Look at a model and the samples that it will train on. Collective.
+        """Look at a model and the samples that it will train on; freeze its parts. Collective.
 
         Args:
             precision: of the trainer's autocast.
@@ -78,6 +87,8 @@ class ServingObserver(FreezeObserver):
         self.end_rows()  # Of a training that has failed.
         asked = {} if precision is None else {"precision": precision}
         settings = {**asked, **self._settings}
+        if self.parts:
+            model, settings[PARTS] = named_parts(model, self.parts)
         try:
             # Losses of trainers leave out what labels do: padding.
             self._rows = RowService(model, loader, settings, keeps_to_labels=True)
@@ -85,6 +96,8 @@ class ServingObserver(FreezeObserver):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}. Or freeze without rows: cache=False") from error
         self._at_the_end = weakref.finalize(self, self._rows.close)
+        if self.parts:
+            self._rows.set_depth(1)
 
     def take_over(self, loader: Any) -> None:
         """Have the epoch that begins now give cached batches."""

@@ -27,8 +27,8 @@ class FreezeCallback(ServingObserver, TrainerCallback):
     frozen, and the policy's state: a resumed training goes on with them. Rows are made anew.
 
     Args:
-        freeze, every_steps, cache, dry_run, layers, settings: see `ServingObserver`. The precision
-            is the trainer's.
+        freeze, parts, every_steps, cache, dry_run, layers, settings: see `ServingObserver`. The
+            precision is the trainer's.
     Raises:
         ValueError: at the start: the training is one whose blocks cannot freeze, or whose model or
             samples cannot be cached. Whenever blocks thaw that were frozen before: the optimizer

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
-from pipetransformer import attach
+from pipetransformer import FreezeCallback, attach
 from tests.helpers.part_models import CASES, NUM_SAMPLES, PartCase
+from tests.helpers.pool import Pool
 
 _EPOCHS, _BATCH = 3, 4
 
@@ -222,3 +228,126 @@ def test_freeze_and_parts_exclude_each_other() -> None:
         attach(Twice(), parts=["tower"], freeze=1)
     with pytest.raises(ValueError, match="parts="):
         attach(Twice(), freeze=nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def _stack(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+@pytest.mark.parametrize("name", ["whisper", pytest.param("llava", marks=pytest.mark.slow)])
+def test_a_trainer_of_transformers_has_rows_of_a_part(tmp_path: Path, name: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    case, found = CASES[name], []
+    torch.manual_seed(0)
+    model = case.build()
+    torch.manual_seed(1)
+    data = case.data()
+    for callback in (None, FreezeCallback(parts=case.parts)):
+        own = copy.deepcopy(model)
+        for part in map(own.get_submodule, case.parts):
+            part.requires_grad_(False)
+            if callback is None:
+                part.register_forward_pre_hook(lambda module, _: [module.eval(), None][1])
+        runs = _count_runs(own, case)
+        arguments = TrainingArguments(
+            str(tmp_path), num_train_epochs=_EPOCHS, per_device_train_batch_size=_BATCH,
+            report_to=[], logging_steps=1, use_cpu=True, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        callbacks = [] if callback is None else [callback]
+        trainer = Trainer(
+            own, arguments, train_dataset=data, data_collator=_stack, callbacks=callbacks
+        )
+        trainer.train()
+        found.append([one["loss"] for one in trainer.state.log_history if "loss" in one])
+    assert found[0] == found[1] and len(found[0]) == _EPOCHS * NUM_SAMPLES // _BATCH
+    assert callback is not None and callback.stats.hits >= 2 * NUM_SAMPLES
+    assert runs[0] < _EPOCHS * NUM_SAMPLES // _BATCH + 6
+
+
+def _noted_epoch(cached: Any, loader: Any, stats: list[Any]) -> Iterable[Any]:
+    yield from cached.epoch(loader)
+    stats.append(cached.stats)
+
+
+def test_a_later_run_reads_the_rows_of_a_part(tmp_path: Path) -> None:
+    case, stats = CASES["clip, images"], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = case.build()
+        expected = _by_hand(copy.deepcopy(model), case)
+        settings: dict[str, Any] = {"cache_keep": True, "cache_folder": str(tmp_path)}
+        with attach(model, parts=case.parts, **settings) as cached:
+            loader = _loader(case)
+
+            assert _train(model, case, partial(_noted_epoch, cached, loader, stats)) == expected
+    assert stats[0].misses and stats[_EPOCHS].hits == NUM_SAMPLES
+
+
+def test_a_callback_is_given_blocks_or_parts() -> None:
+    for given in ({}, {"freeze": 1, "parts": ["a"]}, {"parts": ["a"], "dry_run": True}):
+        with pytest.raises(ValueError, match="parts="):
+            FreezeCallback(**given)
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_a_loop_in_autocast_has_rows_in_its_precision(is_cast: bool) -> None:
+    case = CASES["resnet"]
+    torch.manual_seed(0)
+    model = case.build()
+    plain = copy.deepcopy(model)
+
+    def cast(one: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return case.loss(one, batch)
+
+    own = dataclasses.replace(case, loss=cast)
+    expected = _by_hand(plain, own)
+    with attach(model, parts=case.parts, **({"precision": "bf16"} if is_cast else {})) as cached:
+        loader = _loader(case)
+        if is_cast:
+            assert _train(model, own, lambda: cached.epoch(loader)) == expected
+            assert cached.stats.hits == NUM_SAMPLES
+        else:
+            with pytest.raises(ValueError, match="give precision='bf16'"):
+                _train(model, own, lambda: cached.epoch(loader))
+
+
+def _replicated(with_rows: bool) -> tuple[list[float], list[Tensor], int]:
+    case = CASES["siglip, both"]
+    torch.manual_seed(0)
+    model = case.build()
+    torch.manual_seed(1)
+    data = case.data()
+    parts = [model.get_submodule(name) for name in case.parts]
+    for part in parts:
+        part.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses, hits = [], 0
+    with contextlib.ExitStack() as stack:
+        cached = stack.enter_context(attach(model, parts=case.parts)) if with_rows else None
+        for number in range(_EPOCHS):
+            sampler.set_epoch(number)
+            model.train()
+            if cached is None:
+                for part in parts:
+                    part.eval()
+            for batch in loader if cached is None else cached.epoch(loader):
+                optimizer.zero_grad()
+                loss = case.loss(wrapped, batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            hits = 0 if cached is None else cached.stats.hits
+    return losses, [p.detach().clone() for p in model.parameters()], hits
+
+
+def test_replicas_have_rows_of_parts(two_ranks: Pool) -> None:
+    plain, ours = two_ranks.run(_replicated, False), two_ranks.run(_replicated, True)
+    for one, other in zip(plain, ours, strict=True):
+        assert one[0] == other[0]
+        assert all(map(torch.equal, one[1], other[1]))
+        assert other[2] == NUM_SAMPLES // 2
