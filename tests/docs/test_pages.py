@@ -67,6 +67,15 @@ def test_a_tutorial_is_a_program_that_prints_what_it_says(
             assert cli.main(command) == 0
 
 
+def test_the_programs_on_frozen_parts_print_what_the_page_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = "docs/frozen-parts.md"
+    for program in blocks(page, "python"):
+        exec(compile(program, page, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == printed(page)
+
+
 @pytest.mark.slow
 def test_the_tutorial_of_several_processes_stops_and_goes_on(tmp_path: Path) -> None:
     page = "docs/tutorials/first-cluster.md"
