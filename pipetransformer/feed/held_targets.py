@@ -85,7 +85,8 @@ class HeldTargets:
             dataset, ids = dataset.dataset, [int(dataset.indices[index]) for index in ids]
         if isinstance(dataset, TensorDataset):
             if 0 < len(names) < len(dataset.tensors):
-                yield "tensors", [tensor[ids] for tensor in dataset.tensors[-len(names) :]]
+                index = torch.tensor(ids)
+                yield "tensors", [tensor[index] for tensor in dataset.tensors[-len(names) :]]
         elif type(dataset) in (list, tuple):  # A subclass may make items when they are read.
             if names:
                 yield "items", _targets([dataset[index] for index in ids], names)

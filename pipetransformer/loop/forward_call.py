@@ -12,14 +12,14 @@ to change nothing below the last block.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
 from pipetransformer.model import TARGETS, names_of, unwrapped
@@ -260,4 +260,29 @@ class ForwardCall:
 
 def holds_entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a forward is given anything of a batch of ours."""
-    return any(isinstance(one, BatchEntry) for one in tree_leaves((args, dict(kwargs))))
+    flat = (*args, *kwargs.values())
+    # torch's way through containers takes longer than all else here, and most have none.
+    if any(isinstance(one, BatchEntry) for one in flat):
+        return True
+    return _has_containers(flat) and any(isinstance(x, BatchEntry) for x in tree_leaves(flat))
+
+
+def with_plain(
+    args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[BatchEntry], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with something else in the place of entries."""
+    if _has_containers((*args, *kwargs.values())):
+        given: tuple[tuple[Any, ...], dict[str, Any]]
+        given = tree_map_only(BatchEntry, plain, (args, kwargs))
+        return given
+    return (
+        tuple(plain(one) if isinstance(one, BatchEntry) else one for one in args),
+        {n: plain(one) if isinstance(one, BatchEntry) else one for n, one in kwargs.items()},
+    )
+
+
+def _has_containers(flat: Sequence[Any]) -> bool:
+    return not all(isinstance(one, (Tensor, *_SINGLE)) for one in flat)
+
+
+_SINGLE = (bool, int, float, str, type(None))

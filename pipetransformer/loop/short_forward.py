@@ -26,12 +26,17 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from pipetransformer.feed import FrozenPrefix
 from pipetransformer.loop.batch_entry import BatchEntry, Mark, plain
-from pipetransformer.loop.forward_call import ForwardCall, LoopCall, RowBatch, holds_entries
+from pipetransformer.loop.forward_call import (
+    ForwardCall,
+    LoopCall,
+    RowBatch,
+    holds_entries,
+    with_plain,
+)
 from pipetransformer.loop.model_watch import HOOKS, ModelWatch, hold_others
 from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
 
@@ -182,10 +187,7 @@ class ShortForward:
             self._batches = [] if found is None else [*found[0].batches.values()]
         elif more is None or any(more.parameters == one.parameters for one in self._call.calls):
             self._tell_once(model)
-        plainly: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
-            BatchEntry, self._plain, (args, kwargs)
-        )
-        return plainly
+        return with_plain(args, kwargs, self._plain)
 
     def expect(self, call: LoopCall) -> None:
         """Expect another call from now on, for which rows are the same."""
@@ -331,7 +333,7 @@ def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[No
                 "one is given nothing of it, or changed values. Change samples in the data set or "
                 "collate_fn, or give batches the names of the model's parameters"
             )
-        return tree_map_only(BatchEntry, plain, (args, kwargs))
+        return with_plain(args, kwargs, plain)
 
     hook = _Hook(torch.compiler.disable(look))
     handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
