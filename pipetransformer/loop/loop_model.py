@@ -45,6 +45,9 @@ _UNTIED_LATE = (
     "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
 )
 
+_MOST_COMPARED = 8
+"""Samples whose shapes are compared, where parts are frozen."""
+
 
 @final
 class LoopModel:
@@ -64,6 +67,7 @@ class LoopModel:
         example: inputs of two samples, (N, ...) each.
         task: the model, with a loss that nobody asks for.
         partial: runs it up to a block.
+        is_read_whole: whether each batch is read as the loader makes it, beside its rows.
         is_read_here: whether the loop's own process reads samples, and not a worker.
         blocks: the model's row of blocks, bottom first.
     """
@@ -100,6 +104,7 @@ class LoopModel:
             self.example = self.samples.probe([0, middle])
             show = self._with_parts if settings.parts else self._presented
             layered = show(model, config, settings)
+            self._set_apart(layered, loader, settings, config)
             if "cache_check" not in settings.cache and not HeldTargets(self.samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
@@ -110,6 +115,11 @@ class LoopModel:
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
         self.partial = PartialForward(self.task, self.example, call)
+        self.partial.beside = {
+            name: self.example[name][:1]
+            for name in call.parameters.values()
+            if name not in layered.inputs
+        }
         self.blocks: Sequence[nn.Module] = row_of(layered).blocks
 
     def _presented(
@@ -142,7 +152,35 @@ class LoopModel:
             return model(*args, **kwargs)
 
         freeze_modules(model, settings.parts.values())
-        return present_parts(model, settings.parts, entries, run, beside=self.collation.targets)
+        singly = [self.samples.probe([index]) for index in self.samples.spread(_MOST_COMPARED)]
+        varied = [name for name in singly[0] if len({one[name].shape for one in singly}) > 1]
+        return present_parts(
+            model,
+            settings.parts,
+            entries,
+            run,
+            beside=self.collation.targets,
+            varied=varied,
+        )
+
+    def _set_apart(
+        self,
+        layered: LayeredModel,
+        loader: DataLoader[Any],
+        settings: LoopSettings,
+        config: TrainConfig,
+    ) -> None:
+        """Have samples give nothing but what parts take, where rows hold nothing else."""
+        call = self.calls[0]
+        is_alone = any(part is layered.model for part in settings.parts.values())
+        taken = {n: one for n, one in call.parameters.items() if one in layered.inputs}
+        is_apart = bool(settings.parts) and taken.keys() != call.parameters.keys()
+        self.is_read_whole = bool(settings.reads) or is_alone or is_apart
+        if is_apart:
+            calls = (replace(call, parameters=taken),)
+            form = replace(self.form, names=tuple(taken), is_whole=False)
+            self.collation = _collation(layered.model, calls, form, loader.collate_fn, self.pieces)
+            self.samples = Samples(self.samples.dataset, self.collation, config.seed)
 
     @property
     def sides(self) -> tuple[str, ...]:

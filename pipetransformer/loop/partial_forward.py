@@ -33,6 +33,7 @@ class PartialForward:
     Attributes:
         row: of blocks.
         call: how the loop gives entries.
+        beside: entries, (1, ...) each, that the forward is given, too, and parts do without.
 
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
@@ -44,13 +45,21 @@ class PartialForward:
         self.row: Row = row_of(task.model)
         self._example = {name: example[name] for name in task.model.inputs}
         takes = forward_parameters(self._model)
-        self.call = call
+        self.call, self.beside = call, dict[str, Tensor]()
         self._keywords = {"use_cache": False} if "use_cache" in takes else {}
 
     def whole(self, entries: Mapping[str, Tensor]) -> Any:
         """Run the whole forward on entries, as the loop does; return its answer."""
-        args, kwargs = self.call.arguments(entries)
+        num = len(next(iter(entries.values())))
+        args, kwargs = self.call.arguments({**self.beside_of(num), **entries})
         return self._model(*args, **{**self._keywords, **kwargs})
+
+    def beside_of(self, num: int) -> dict[str, Tensor]:
+        """Return what parts do without, of so many samples that are one."""
+        device = next(self._model.parameters()).device
+        return {
+            name: one.to(device).expand(num, *one.shape[1:]) for name, one in self.beside.items()
+        }
 
     def __call__(
         self,

@@ -85,9 +85,7 @@ class RowBatches:
     ) -> None:
         self._known, self._task, self._world, self._place = known, known.task, world, place
         self._device = next(self._task.model.model.parameters()).device
-        # What a teacher is given, others read.
-        is_apart = any(part is known.task.model.model for part in settings.parts.values())
-        self._is_made_of_rows = known.form.is_whole and not settings.reads and not is_apart
+        self._is_made_of_rows = known.form.is_whole and not known.is_read_whole
         prefix = FrozenPrefix(self._task, known.run_blocks)
         self.feed = SampleFeed(
             prefix,
@@ -267,7 +265,8 @@ class RowBatches:
         inputs, sides = self._task.model.inputs, known.sides
         rows = fetched.get(HIDDEN)
         not_read = frozenset(name for name in inputs if name not in fetched)
-        entries = {name: fetched.get(name, known.example[name]) for name in (*inputs, *sides)}
+        names = dict.fromkeys((*inputs, *sides, *known.partial.beside))
+        entries = {name: fetched.get(name, known.example[name]) for name in names}
         number = next(self._place.numbers) if number is None else number
         num, depth, stamp = len(next(iter(fetched.values()))), prefix.depth, prefix.stamp
         call = call or known.calls[0]
@@ -278,6 +277,7 @@ class RowBatches:
     ) -> Any:
         """Run the model from rows, as a loop will have it run."""
         fetched = {name: entry for name, entry in entries.items() if name in self._known.sides}
+        fetched |= self._known.partial.beside_of(len(rows))
         ids = torch.full((len(rows),), -1)  # Nothing is read for it.
         batch = self.row_batch({**fetched, HIDDEN: rows}, ids, self._place.epoch)
         batch.depth = self.forward.depth

@@ -9,7 +9,7 @@ be a tower, a backbone, an encoder, or a model by itself: a teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -171,6 +171,7 @@ def present_parts(
     run: Callable[[Entries], Any],
     *,
     beside: tuple[str, ...],
+    varied: Collection[str] = (),
 ) -> LayeredModel:
     """Present a model whose parts are frozen, by what it does with a few samples.
 
@@ -179,6 +180,8 @@ def present_parts(
         entries: inputs of two samples or more, (N, ...) each.
         run: calls the model's forward.
         beside: entries that a batch has beside the inputs.
+        varied: of all these, those whose samples have unequal shapes. Where parts do without them
+            they are no inputs here, and rows hold nothing but what parts return.
     Raises:
         ValueError: a part is not called once, or does not return a row for each sample.
     """
@@ -203,6 +206,9 @@ def present_parts(
                 return run(given)
 
         unread = [name for name in entries if _is_unread(entries, name, run_from_rows, whole)]
+        is_apart = bool(varied) and not any(
+            _is_read(entries, name, run, record) for name in varied if name in entries
+        )
     inside = {module for part in parts.values() for module in part.modules()}
     frozen = {id(t): n for n, t in named_tensors(model).items() if not t.requires_grad}
     own = {id(t) for part in parts.values() for t in named_tensors(part).values()}
@@ -220,11 +226,20 @@ def present_parts(
         entrance=None,
         packing=packing,
     )
-    return _layered(model, row, tuple(entries), unread, beside)
+    # A module by itself is given what others read, too.
+    if is_apart or any(part is model for part in row.blocks):
+        return _layered(model, row, tuple(n for n in entries if n not in varied or not is_apart))
+    sides = tuple(name for name in entries if name not in unread)
+    return _layered(model, row, tuple(entries), sides=sides, targets=beside)
 
 
 def _layered(
-    model: nn.Module, row: Row, inputs: tuple[str, ...], unread: Sequence[str], beside: Any
+    model: nn.Module,
+    row: Row,
+    inputs: tuple[str, ...],
+    *,
+    sides: tuple[str, ...] = (),
+    targets: tuple[str, ...] = (),
 ) -> LayeredModel:
     holder, tensors = nn.Module(), named_tensors(model)
     for index, part in enumerate(row.blocks):
@@ -236,14 +251,11 @@ def _layered(
         else:
             holder.register_buffer(f"below{index}", tensor)
     held = {id(tensor) for tensor in named_tensors(holder).values()}
-    is_alone = any(part is model for part in row.blocks)
-    # A module by itself is given what others read, too; then each batch is read as it comes.
-    sides = () if is_alone else tuple(name for name in inputs if name not in unread)
     layered = LayeredModel(
         model,
         [Sublayer("part", 0, holder), Sublayer("rest", 1, nn.Identity(), sides)],
         inputs=inputs,
-        targets=() if is_alone else beside,
+        targets=targets,
         unused=[name for name, tensor in tensors.items() if id(tensor) not in held],
         is_recorded=True,
     )
@@ -288,6 +300,30 @@ def _is_unread(
     except Exception:  # Any: it is looked at for something else than its shape.
         return False
     return len(found) == len(whole) and all(map(_are_equal, found, whole))
+
+
+def _is_read(entries: Entries, name: str, run: Callable[[Entries], Any], record: _Record) -> bool:
+    """Return whether parts return something else, or fail, where an entry has other values."""
+    entry, answers = entries[name], record.answers
+    others = [torch.zeros_like(entry), torch.ones_like(entry), entry.roll(1, 0)]
+    for other in others:
+        record.answers, record.order = {}, []
+        try:
+            with record.listening():
+                run({**entries, name: other})
+        except Exception:  # Any: behind the parts it is of no matter.
+            if not record.is_reached:
+                return True
+        finally:
+            found, record.answers = record.answers, answers
+        now, known = _leaves(found), _leaves(answers)
+        if len(now) != len(known) or not all(map(_are_equal, now, known)):
+            return True
+    return False
+
+
+def _leaves(answers: Mapping[str, tuple[list[Any], TreeSpec]]) -> list[Any]:
+    return [leaf for leaves, _ in answers.values() for leaf in leaves]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

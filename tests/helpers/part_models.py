@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 NUM_SAMPLES = 12
@@ -35,13 +36,45 @@ class PartCase:
     Args:
         loss: of a batch.
         sees: modules within the parts whose calls are counted, by name.
+        collate: makes batches; None is torch's own way.
     """
 
     build: Callable[[], nn.Module]
     parts: tuple[str, ...]
-    data: Callable[[], Samples]
+    data: Callable[[], Any]
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor]
     sees: tuple[str, ...]
+    collate: Callable[[list[Any]], Any] | None = None
+
+
+def padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad texts to the longest of the batch; images are stacked."""
+    batch = {}
+    for name in items[0]:
+        value = {"labels": -100, "input_ids": 0}.get(name, 0)
+        rows = [item[name] for item in items]
+        is_text = rows[0].ndim == 1
+        batch[name] = (
+            pad_sequence(rows, batch_first=True, padding_value=value)
+            if is_text
+            else torch.stack(rows)
+        )
+    return batch
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Give samples with texts of unequal lengths."""
+
+    def __init__(self, whole: Samples) -> None:
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        num = 6 + index % 5
+        item = self._whole[index]
+        return {n: one[:num] if one.ndim == 1 else one for n, one in item.items()}
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -252,6 +285,17 @@ CASES: dict[str, PartCase] = {
     "llava": PartCase(
         _llava, ("model.vision_tower",), _llava_data, _own_loss,
         ("model.vision_tower.pre_layrnorm",),
+    ),
+    "llava, padded texts": PartCase(
+        _llava, ("model.vision_tower",), lambda: Texts(_llava_data()), _own_loss,
+        ("model.vision_tower.pre_layrnorm",), padded,
+    ),
+    "whisper, padded labels": PartCase(
+        _whisper, ("model.encoder",),
+        lambda: Texts(
+            Samples(input_features=torch.randn(NUM_SAMPLES, 8, 20), labels=_words(10))
+        ),
+        _own_loss, ("model.encoder.conv1",), padded,
     ),
     "whisper": PartCase(
         _whisper, ("model.encoder",),

@@ -26,7 +26,8 @@ _EPOCHS, _BATCH = 3, 4
 
 def _loader(case: PartCase, **settings: Any) -> DataLoader[Any]:
     torch.manual_seed(1)
-    return DataLoader(case.data(), batch_size=_BATCH, shuffle=True, **settings)
+    data, collate = case.data(), case.collate
+    return DataLoader(data, batch_size=_BATCH, shuffle=True, collate_fn=collate, **settings)
 
 
 def _train(
