@@ -174,7 +174,11 @@ class LoopModel:
         call = self.calls[0]
         is_alone = any(part is layered.model for part in settings.parts.values())
         taken = {n: one for n, one in call.parameters.items() if one in layered.inputs}
-        is_apart = bool(settings.parts) and taken.keys() != call.parameters.keys()
+        is_whole = (taken.keys(), layered.targets) == (
+            call.parameters.keys(),
+            self.collation.targets,
+        )
+        is_apart = bool(settings.parts) and not is_whole and not is_alone
         self.is_read_whole = bool(settings.reads) or is_alone or is_apart
         if is_apart:
             calls = (replace(call, parameters=taken),)

@@ -12,9 +12,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from autocache import HIDDEN
-from pipetransformer.feed import FrozenPrefix, SampleFeed, own_random_numbers
+from autocache import HIDDEN, by_position
+from pipetransformer.feed import Batch, FrozenPrefix, SampleFeed, own_random_numbers
 from pipetransformer.loop.forward_call import LoopCall, RowBatch
 from pipetransformer.loop.loop_model import LoopModel
 from pipetransformer.loop.model_watch import ModelWatch
@@ -158,7 +159,7 @@ class RowBatches:
             fetched = self._fetch(ids, epoch, column)
             if own:
                 given = {parameter: own[name] for name, parameter in call.parameters.items()}
-                fetched = {**given, **{n: t for n, t in fetched.items() if n == HIDDEN}}
+                fetched = {**given, **self._as_wide(fetched, given)}
             fetches.append(fetched)
             number = batches[0].number if batches else None
             batches.append(self.row_batch(fetched, ids, epoch, call, number))
@@ -179,6 +180,17 @@ class RowBatches:
         if to_come:
             to_come.popleft()
         return known.form.with_entries(entries, read)
+
+    def _as_wide(self, fetched: Batch, given: Batch) -> Batch:
+        """Return rows, if there are some, with as many positions as the loader's own batch has."""
+        rows, mask = fetched.get(HIDDEN), self._task.model.padding_mask
+        if rows is None:
+            return {}
+        if mask is not None and mask in fetched and mask in given:
+            own, num = fetched[mask].shape[1], given[mask].shape[1]
+            if own < num and by_position(rows, own):
+                rows = pad(rows, (0, 0) * (rows.ndim - 2) + (0, num - own))
+        return {HIDDEN: rows}
 
     def _read_as_loaded(self, indices: list[int], epoch: int) -> Any:
         """Read a batch as the loader does."""
@@ -276,14 +288,16 @@ class RowBatches:
         self, entries: Mapping[str, Tensor], rows: Tensor, targets: Mapping[str, Tensor]
     ) -> Any:
         """Run the model from rows, as a loop will have it run."""
-        fetched = {name: entry for name, entry in entries.items() if name in self._known.sides}
-        fetched |= self._known.partial.beside_of(len(rows))
+        known = self._known
+        kept = [name for name in entries if known.is_read_whole or name in known.sides]
+        fetched = {name: entries[name] for name in kept}
+        fetched |= known.partial.beside_of(len(rows))
         ids = torch.full((len(rows),), -1)  # Nothing is read for it.
         batch = self.row_batch({**fetched, HIDDEN: rows}, ids, self._place.epoch)
         batch.depth = self.forward.depth
         given = {name: entry.to(self._device) for name, entry in batch.entries().items()}
         with self.by_ourselves():
-            return self._known.partial.whole({**given, **targets})
+            return known.partial.whole({**given, **targets})
 
     @contextmanager
     def by_ourselves(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ class Packing:
     names: tuple[str, ...]
 
     @property
-    def _is_single(self) -> bool:
+    def is_single(self) -> bool:
         return sum(len(one.shapes) for one in self.answers) == 1
 
     def packed(self, answers: Sequence[Any]) -> Tensor:
@@ -64,7 +64,7 @@ class Packing:
         for known, name, answer in zip(self.answers, self.names, answers, strict=True):
             own = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
             found = tuple((one.shape[1:], one.dtype) for one in own)
-            if len(own) != len(known.shapes) or (not self._is_single and found != known.shapes):
+            if len(own) != len(known.shapes) or (not self.is_single and found != known.shapes):
                 raise ValueError(
                     f"{name!r} returns {_spelled(found)} for some samples, and "
                     f"{_spelled(known.shapes)} for others; give all samples one shape"
@@ -74,14 +74,14 @@ class Packing:
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return rows of the tensors of all answers."""
-        if self._is_single:
+        if self.is_single:
             return tensors[0]
         flat = [one.detach().contiguous().reshape(len(one), -1) for one in tensors]
         return torch.cat([one.view(torch.uint8) for one in flat], dim=1)
 
     def tensors(self, rows: Tensor) -> list[Tensor]:
         """Return the tensors of all answers, from their rows."""
-        if self._is_single:
+        if self.is_single:
             return [rows]
         shapes = [shape for answer in self.answers for shape in answer.shapes]
         pieces = rows.split([shape.numel() * dtype.itemsize for shape, dtype in shapes], dim=1)
@@ -206,9 +206,10 @@ def present_parts(
                 return run(given)
 
         unread = [name for name in entries if _is_unread(entries, name, run_from_rows, whole)]
-        is_apart = bool(varied) and not any(
-            _is_read(entries, name, run, record) for name in varied if name in entries
-        )
+        read = {
+            name for name in varied if name in entries and _is_read(entries, name, run, record)
+        }
+        mask = _padding_mask(entries, read, rows, run, record, packing) if read else None
     inside = {module for part in parts.values() for module in part.modules()}
     frozen = {id(t): n for n, t in named_tensors(model).items() if not t.requires_grad}
     own = {id(t) for part in parts.values() for t in named_tensors(part).values()}
@@ -227,8 +228,10 @@ def present_parts(
         packing=packing,
     )
     # A module by itself is given what others read, too.
-    if is_apart or any(part is model for part in row.blocks):
-        return _layered(model, row, tuple(n for n in entries if n not in varied or not is_apart))
+    if (varied and (mask or not read)) or any(part is model for part in row.blocks):
+        own_inputs = tuple(name for name in entries if name not in varied or name in read)
+        # Rows know their own lengths by their mask.
+        return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
     sides = tuple(name for name in entries if name not in unread)
     return _layered(model, row, tuple(entries), sides=sides, targets=beside)
 
@@ -240,6 +243,7 @@ def _layered(
     *,
     sides: tuple[str, ...] = (),
     targets: tuple[str, ...] = (),
+    mask: str | None = None,
 ) -> LayeredModel:
     holder, tensors = nn.Module(), named_tensors(model)
     for index, part in enumerate(row.blocks):
@@ -257,6 +261,7 @@ def _layered(
         inputs=inputs,
         targets=targets,
         unused=[name for name, tensor in tensors.items() if id(tensor) not in held],
+        padding_mask=mask,
         is_recorded=True,
     )
     layered.row = row
@@ -320,6 +325,43 @@ def _is_read(entries: Entries, name: str, run: Callable[[Entries], Any], record:
         if len(now) != len(known) or not all(map(_are_equal, now, known)):
             return True
     return False
+
+
+def _padding_mask(
+    entries: Entries,
+    read: set[str],
+    rows: Tensor,
+    run: Callable[[Entries], Any],
+    record: _Record,
+    packing: Packing,
+) -> str | None:
+    """Return the mask's name if nothing depends on what a part returns behind a text's end.
+
+    The second half of the first sample is made padding, and its part of the row zeros.
+    """
+    given = entries.get(_MASK)
+    if given is None or given.ndim != 2 or given.shape[1] < 2 or _MASK not in read:
+        return None
+    if not packing.is_single or rows.shape[:2] != given.shape:
+        return None
+    if any(entries[name].shape[:2] != given.shape for name in read):
+        return None
+    half = given.clone()
+    half[0, given.shape[1] // 2 :] = 0
+    record.answers, record.order = {}, []
+    with record.listening():
+        whole = tree_leaves(run({**entries, _MASK: half}))
+    (own,) = (leaf for leaf in _leaves(record.answers) if isinstance(leaf, Tensor))
+    cut = own.masked_fill((half == 0).view(*half.shape, *(1 for _ in own.shape[2:])), 0)
+    parts = tuple(record.parts.values())
+    with served(parts, lambda part: packing.unpacked(part, cut)):
+        found = tree_leaves(run({**entries, _MASK: half}))
+    # The part's own answer may be handed on to the loop, which is no matter of the model.
+    pairs = [(a, b) for a, b in zip(found, whole, strict=True) if b is not own]
+    return _MASK if all(_are_equal(a, b) for a, b in pairs) else None
+
+
+_MASK = "attention_mask"
 
 
 def _leaves(answers: Mapping[str, tuple[list[Any], TreeSpec]]) -> list[Any]:

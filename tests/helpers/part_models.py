@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -60,6 +61,14 @@ def padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
             else torch.stack(rows)
         )
     return batch
+
+
+def padded_by_8(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad texts to a multiple of 8 positions, as for tensor cores."""
+    return {
+        name: pad(one, (0, -one.shape[1] % 8), value=-100 if name == "labels" else 0)
+        for name, one in padded(items).items()
+    }
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -248,9 +257,9 @@ def _wav2vec() -> nn.Module:
     )  # fmt: skip
 
 
-def _translation() -> Samples:
-    ids = _words(7)
-    return Samples(input_ids=ids, attention_mask=torch.ones_like(ids), labels=_words(5))
+def _translation(num: int = 7) -> Samples:
+    ids = _words(num)
+    return Samples(input_ids=ids, attention_mask=torch.ones_like(ids), labels=_words(num - 2))
 
 
 def _classes() -> Tensor:
@@ -285,6 +294,14 @@ CASES: dict[str, PartCase] = {
     "llava": PartCase(
         _llava, ("model.vision_tower",), _llava_data, _own_loss,
         ("model.vision_tower.pre_layrnorm",),
+    ),
+    "bart, padded texts": PartCase(
+        _bart, ("model.encoder",), lambda: Texts(_translation(10)), _own_loss,
+        ("model.encoder.layers.0",), padded_by_8,
+    ),
+    "t5, padded texts": PartCase(
+        _t5, ("encoder",), lambda: Texts(_translation(10)), _own_loss,
+        ("encoder.final_layer_norm",), padded,
     ),
     "llava, padded texts": PartCase(
         _llava, ("model.vision_tower",), lambda: Texts(_llava_data()), _own_loss,

@@ -95,10 +95,12 @@ def test_a_part_runs_once_a_sample_and_nothing_else_changes(name: str) -> None:
             counted.append((runs[0], cached.stats.hits))
             runs[0] = 0
 
-        assert _train(model, case, epoch) == expected
+        # A row of a padded text may be computed at another length, in another order of sums.
+        rounds = 0 if case.collate is None else 1e-6
+        assert _train(model, case, epoch) == pytest.approx(expected, rel=rounds, abs=0)
     assert counted[-1] == (0, NUM_SAMPLES)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=10 * rounds, atol=10 * rounds)
 
 
 class Teacher(nn.Module):
