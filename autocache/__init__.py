@@ -1,8 +1,11 @@
 """Cache the frozen prefix's activations, shared by all processes of a node.
 
 prefix_cache: one fetch
-  ├─► prefix_rows ─► device_store ─► behind ─► store ─► layout
-  │                                    └─► kept_store ─► row_sets: rows kept between runs
+  ├─► prefix_rows ─► activation_store: what each of these stores does ─► layout
+  │     store            rows in a file, or in memory
+  │     device_store     rows on a GPU ─► behind
+  │     behind           rows of another store, which a thread writes
+  │     kept_store       rows kept between runs ─► row_sets ─► store
   ├─► sample_checks ─► row_content ─► digests
   └─► prefix_chunks ─► uploads
 stamp: what rows have passed through
@@ -10,8 +13,9 @@ stamp: what rows have passed through
 
 from __future__ import annotations
 
+from autocache.activation_store import ActivationStore, RowRead
 from autocache.behind import WrittenBehind
-from autocache.device_store import ActivationStore, DeviceStore, device_bytes
+from autocache.device_store import DeviceStore, device_bytes
 from autocache.kept_store import KeptRows, KeptStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import CacheStats, PrefixCache
@@ -25,7 +29,7 @@ from autocache.row_content import (
 )
 from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
-from autocache.store import NamelessFilesError, RowRead, RowStore
+from autocache.store import NamelessFilesError, RowStore
 from autocache.uploads import Uploader
 
 __all__ = [

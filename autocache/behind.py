@@ -18,8 +18,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from autocache.kept_store import KeptStore
-from autocache.store import FurtherRows, RowRead, Rows, RowStore, Stamps
+from autocache.activation_store import (
+    ActivationStore,
+    FurtherRows,
+    RowRead,
+    Rows,
+    Stamps,
+    StoreProxy,
+)
 
 _MOST_WAITING = 2
 """Writes that wait: of the step whose rows the GPU still computes, and of the one before."""
@@ -35,7 +41,7 @@ class _Writing:
 
 
 @final
-class WrittenBehind:
+class WrittenBehind(StoreProxy):
     """Have a thread write the rows of a store.
 
     One thread calls it; one other may read. An error in the background is raised by the next call.
@@ -43,11 +49,9 @@ class WrittenBehind:
     `device`.
     """
 
-    reads_ahead = True
-
-    def __init__(self, store: RowStore | KeptStore, *, device: torch.device) -> None:
-        self._store, self._device = store, device
-        self.layout, self.num_rows, self.num_bytes = store.layout, store.num_rows, store.num_bytes
+    def __init__(self, within: ActivationStore, *, device: torch.device) -> None:
+        super().__init__(within)
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
         # Replaced, never changed: another thread may read it.
@@ -55,14 +59,11 @@ class WrittenBehind:
         self._checks: list[Future[bool]] = []
 
     def is_condemned(self) -> bool:
-        """Wait for the checks that were begun, and tell whether one has failed."""
+        """Wait for the checks that were begun, and return whether one has failed."""
         checks, self._checks = self._checks, []
         for check in checks:
             check.result()
-        return self._store.is_condemned()
-
-    def condemn(self) -> bool:
-        return self._store.condemn()
+        return self._within.is_condemned()
 
     def holds(self, check: Callable[[], bool]) -> bool:
         """Begin to check; a step that used a wrong row by then is the last that does."""
@@ -72,8 +73,8 @@ class WrittenBehind:
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         # First what waits, then the store: a row written in between must not be missing in both.
         waiting = self._still_waiting()
-        found = self._store.find(ids, stamps)
-        if self._store.is_condemned():
+        found = self._within.find(ids, stamps)
+        if self._within.is_condemned():
             return found
         for one in waiting:
             depth = 1 + stamps.index(one.stamp) if one.stamp in stamps else 0
@@ -84,20 +85,11 @@ class WrittenBehind:
         self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
         self._wait_for(ids)
-        return self._store.read(ids, stamps, into=into, in_background=in_background)
-
-    def expect(self, ids: Tensor) -> None:
-        self._store.expect(ids)
-
-    def warn_of_damage(self, read: RowRead) -> None:
-        self._store.warn_of_damage(read)
-
-    def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
-        return self._store.buffers(num, pinned=pinned)
+        return self._within.read(ids, stamps, into=into, in_background=in_background)
 
     def clear(self, ids: Tensor) -> None:
         self._wait_for(ids)
-        self._store.clear(ids)
+        self._within.clear(ids)
 
     def write(
         self,
@@ -112,7 +104,7 @@ class WrittenBehind:
 
         Waits for the write before the last one, so that few are held in memory.
         """
-        if self._store.is_condemned():
+        if self._within.is_condemned():
             return
         waiting = self._still_waiting()
         for one in waiting[: 1 - _MOST_WAITING]:
@@ -122,7 +114,7 @@ class WrittenBehind:
         def write() -> None:
             if copied is not None:
                 copied.synchronize()
-            self._store.write(ids, stamp, own, lengths, also=also)
+            self._within.write(ids, stamp, own, lengths, also=also)
 
         ids_with_row = ids[ids < self.num_rows]
         self._waiting = (*waiting, _Writing(ids_with_row, stamp, self._thread.submit(write)))
@@ -138,7 +130,7 @@ class WrittenBehind:
             self.settle()
         finally:
             self._thread.shutdown()
-            self._store.close()
+            self._within.close()
 
     def _wait_for(self, ids: Tensor) -> None:
         """Wait until none of these rows is still to be written."""

@@ -10,22 +10,21 @@ this process can read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias, final
+from typing import final
 
 import torch
 from torch import Tensor
 
+from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
 from autocache.behind import WrittenBehind
-from autocache.kept_store import KeptStore
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
-from autocache.store import FurtherRows, RowRead, Rows, RowStore, Stamps, check_rows
+from autocache.store import RowStore, check_rows
 from autocache.uploads import beside
 
 
 @final
-class DeviceStore:
+class DeviceStore(StoreProxy):
     """Store rows of a layout whose "hidden" lies on a device.
 
     Raises:
@@ -45,33 +44,24 @@ class DeviceStore:
         self._field = fields.pop(HIDDEN)
         rest = RowStore.in_memory(RowLayout(tuple(fields.values())), num_rows)
         # A digest takes long beside a GPU's step, so a thread computes it.
-        self._rest = WrittenBehind(rest, device=device) if device.type == "cuda" else rest
-        self.layout, self.num_rows = layout, num_rows
+        super().__init__(WrittenBehind(rest, device=device) if device.type == "cuda" else rest)
+        self.layout = layout
         try:
             shape = (num_rows, *self._field.shape)
             self._hidden = torch.empty(shape, dtype=self._field.dtype, device=device)
         except BaseException:
-            self._rest.close()
+            self._within.close()
             raise
-        self.num_bytes = device_bytes(layout, num_rows) + rest.num_bytes
 
-    def is_condemned(self) -> bool:
-        return self._rest.is_condemned()
-
-    def condemn(self) -> bool:
-        return self._rest.condemn()
-
-    def holds(self, check: Callable[[], bool]) -> bool:
-        return self._rest.holds(check)
-
-    def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
-        return self._rest.find(ids, stamps)
+    @property
+    def num_bytes(self) -> int:
+        return device_bytes(self.layout, self.num_rows) + self._within.num_bytes
 
     def read(
         self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
         """Read rows; "hidden" is on the device, in new memory."""
-        read = self._rest.read(ids, stamps, into=into, in_background=in_background)
+        read = self._within.read(ids, stamps, into=into, in_background=in_background)
         # Misses take row 0, so that one operation reads all.
         index = ids.where(read.depth > 0, 0)
         hidden = self._hidden.index_select(0, beside(index, self._hidden))
@@ -79,12 +69,6 @@ class DeviceStore:
 
     def expect(self, ids: Tensor) -> None:
         """Return at once: rows are in memory."""
-
-    def warn_of_damage(self, read: RowRead) -> None:
-        self._rest.warn_of_damage(read)
-
-    def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
-        return self._rest.buffers(num, pinned=pinned)
 
     def write(
         self,
@@ -107,23 +91,13 @@ class DeviceStore:
             values = values[beside(has_row.nonzero().flatten(), values)]
             index = ids[has_row]
         # Cleared first: until the new stamp is there, no stamp stands for what the row holds.
-        self._rest.clear(ids)
+        self._within.clear(ids)
         self._hidden.index_copy_(0, beside(index, self._hidden), values)
-        self._rest.write(ids, stamp, rest, also=also)
-
-    def clear(self, ids: Tensor) -> None:
-        self._rest.clear(ids)
-
-    def settle(self) -> None:
-        self._rest.settle()
+        self._within.write(ids, stamp, rest, also=also)
 
     def close(self) -> None:
         self._hidden = self._hidden.new_empty(0)
-        self._rest.close()
-
-
-ActivationStore: TypeAlias = RowStore | KeptStore | WrittenBehind | DeviceStore
-"""A store of rows, wherever they lie."""
+        self._within.close()
 
 
 def device_bytes(layout: RowLayout, num_rows: int) -> int:

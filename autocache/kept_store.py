@@ -11,7 +11,7 @@ which begins at depth 2 again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
 from autocache.layout import RowLayout
 from autocache.row_sets import OpenSet, RowSets
-from autocache.store import FurtherRows, RowRead, Rows, Stamps
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class KeptRows:
 
 
 @final
-class KeptStore:
+class KeptStore(StoreProxy):
     """Find rows of any depth, and write each depth into its own set; see `RowStore`.
 
     Every process of a node opens its own, and closes it.
@@ -60,12 +60,10 @@ class KeptStore:
             once it has proven that they compute alike.
     """
 
-    reads_ahead = True
-
     def __init__(self, kept: KeptRows, layout: RowLayout, num_rows: int, *, stamp: int) -> None:
-        self._kept, self.layout, self._is_condemned = kept, layout, False
+        self._kept, self._is_condemned = kept, False
         self._first = kept.sets.obtain(kept.made_at(stamp), layout, num_rows, kept.about)
-        self.num_rows = self._first.store.num_rows
+        super().__init__(self._first.store)
         self._sets: dict[int, OpenSet | None] = {stamp: self._first}
         # The set of layers that were edited since: one at a time, or each edit would leave one.
         self._edited: int | None = None
@@ -93,9 +91,6 @@ class KeptStore:
             if one.folder.exists():
                 self._kept.sets.discard(one.folder)
         return first
-
-    def holds(self, check: Callable[[], bool]) -> bool:
-        return check()
 
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         """Return the (B,) depths at which rows are found, the deepest of each."""
@@ -135,22 +130,10 @@ class KeptStore:
             read = RowRead(read.depth, read.rows, read.num_corrupt + part.num_corrupt)
         return read
 
-    def expect(self, ids: Tensor) -> None:
-        self._first.store.expect(ids)
-
-    def warn_of_damage(self, read: RowRead) -> None:
-        self._first.store.warn_of_damage(read)
-
-    def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
-        return self._first.store.buffers(num, pinned=pinned)
-
     def clear(self, ids: Tensor) -> None:
         """Make rows of every depth empty: their sample is another one by now."""
         for one in self._open_sets():
             one.store.clear(ids)
-
-    def settle(self) -> None:
-        """Return at once: a row is there as soon as it is written."""
 
     def write(
         self,

@@ -37,7 +37,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.device_store import ActivationStore
+from autocache.activation_store import ActivationStore, RowRead
 from autocache.prefix_chunks import (
     NOTHING,
     ChunkedLayers,
@@ -55,7 +55,6 @@ from autocache.prefix_chunks import (
 from autocache.prefix_rows import PrefixRows
 from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
 from autocache.sample_checks import SampleChecks
-from autocache.store import RowRead
 
 Load: TypeAlias = Callable[[Tensor], dict[str, Tensor]]
 _NUM_BUFFERS = 3

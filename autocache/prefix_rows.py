@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autocache.device_store import ActivationStore
+from autocache.activation_store import ActivationStore, FurtherRows, RowRead
 from autocache.prefix_chunks import NOTHING
 from autocache.row_content import RowContent, own_lengths
-from autocache.store import FurtherRows, RowRead
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from autocache.device_store import ActivationStore
+from autocache.activation_store import ActivationStore, FurtherRows
 from autocache.prefix_chunks import FoundSamples, LoadedSamples, each_once
 from autocache.row_content import DIGEST, RowContent
-from autocache.store import FurtherRows
 
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
 """One row in 4 is checked in the first pass over the store's rows, then one in 32. The first pass

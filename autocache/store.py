@@ -19,16 +19,15 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
 from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
 from autocache.row_claims import RowClaims
 
@@ -38,54 +37,17 @@ _MOST_CLAIMED = 64
 """Rows that are claimed at a time."""
 _LOGGER = logging.getLogger(__name__)
 
-Rows: TypeAlias = Mapping[str, Tensor]
-"""Rows by field name, (B, *shape) each."""
-Stamps: TypeAlias = Sequence[int]
-"""The stamps of depths 1, 2, ...; none is 0."""
-FurtherRows: TypeAlias = Callable[[], Mapping[str, Tensor]]
-"""Gives further fields of rows, on the thread that writes them."""
-
-
-@dataclass(frozen=True)
-class RowRead:
-    """Hold what one read found.
-
-    Attributes:
-        depth: (B,) int64; 0 for a miss, else 1 + the index into the stamps asked for.
-        rows: by field name, (B, *shape) in the stored dtype, zeros behind a row's own length;
-            undefined where depth is 0.
-        num_corrupt: rows whose check failed.
-    """
-
-    depth: Tensor
-    rows: dict[str, Tensor]
-    num_corrupt: int
-
-    def joined(self, other: RowRead) -> RowRead:
-        """Return both, this one's rows first, in new memory."""
-        rows = {name: torch.cat((row, other.rows[name])) for name, row in self.rows.items()}
-        corrupt = self.num_corrupt + other.num_corrupt
-        return RowRead(torch.cat((self.depth, other.depth)), rows, corrupt)
-
 
 class NamelessFilesError(OSError):
     """Say that files without a name cannot be made here; files with a name can."""
 
 
-class RowStore:
+class RowStore(ActivationStore):
     """Read and write rows by id; made by `create` in one process and `open` in others.
 
     Every process closes its own; the file can be opened until the creator unlinks it or closes.
     Several processes may read and write at once.
-
-    Ids are (B,) int64 on the CPU. Ids beyond `num_rows` have no row: they miss, and are not
-    written. Other ids raise a ValueError, and so does a stamp outside 0 < stamp < 2**64.
-
-    Attributes:
-        reads_ahead: whether a thread saves time by reading a step's rows in advance.
     """
-
-    reads_ahead = True
 
     def __init__(
         self,
@@ -101,11 +63,11 @@ class RowStore:
 
         With `claims` rows that others write at the moment, or have written, are left to them.
         """
-        self.path, self.layout, self.num_rows = path, layout, num_rows
+        super().__init__(layout, num_rows)
+        self.path = path
         self._has_warned = False
         self._unlink, self._claims = unlink, claims
-        shape = FileShape(layout, num_rows)
-        self.num_bytes, self._rows_start = shape.num_bytes, shape.rows_start
+        self._shape = shape = FileShape(layout, num_rows)
         self._mapping: mmap.mmap | None = mapping
         # The layout's fingerprint, and whether the store is condemned.
         self._header = np.frombuffer(mapping, np.uint64, count=2)
@@ -214,31 +176,22 @@ class RowStore:
         self._header = np.zeros(2, np.uint64)
         self._tags = np.empty((0, TAG_WORDS), np.uint64)
 
+    @property
+    def num_bytes(self) -> int:
+        return self._shape.num_bytes
+
     def is_condemned(self) -> bool:
-        """Tell whether a check of any process has failed."""
         return bool(self._header[1])
 
     def condemn(self) -> bool:
-        """Let no process read a row any more; tell whether this call was the first."""
+        """Let no process read a row any more; return whether this call was the first."""
         first = not self.is_condemned()
         self._header[1] = 1
         return first
 
-    def holds(self, check: Callable[[], bool]) -> bool:
-        """Make a check that condemns the store where it fails; False if it has failed."""
-        return check()
-
     def read(
         self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
-        """Read the rows that stand under one of these stamps.
-
-        Args:
-            into: tensors from `buffers`, for B rows or more, that the rows are copied into; fresh
-                memory costs as much as the copy.
-            in_background: whether a thread reads, beside what is computed. It leaves torch's
-                threads alone, and warning to `warn_of_damage`.
-        """
         slots, fits = self._slots(ids)
         before, _, lengths = self._tags[slots].T
         depth = self._depths(before, fits, stamps)
@@ -259,23 +212,20 @@ class RowStore:
         return read
 
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
-        """Return the (B,) depths that `read` would find rows at, unless they are damaged."""
         slots, fits = self._slots(ids)
         return torch.from_numpy(self._depths(self._tags[slots, 0], fits, stamps))
 
     def expect(self, ids: Tensor) -> None:
-        """Have the system begin to read rows of a file that memory does not hold."""
         slots, fits = self._slots(ids)
         num_bytes, page = self.layout.row_bytes, mmap.PAGESIZE
         if self._mapping is None or sys.platform != "linux":
             return
         for slot in slots[fits].tolist():
-            start = self._rows_start + slot * num_bytes
+            start = self._shape.rows_start + slot * num_bytes
             beside = start % page
             self._mapping.madvise(mmap.MADV_WILLNEED, start - beside, num_bytes + beside)
 
     def warn_of_damage(self, read: RowRead) -> None:
-        """Warn of the first damaged rows."""
         if read.num_corrupt and not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
@@ -285,22 +235,14 @@ class RowStore:
                 read.num_corrupt,
             )
 
-    def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
-        """Return memory for `read` to copy `num` rows into, page-locked if asked."""
-        return {
-            field.name: torch.empty(num, field.num_words, dtype=torch.int64, pin_memory=pinned)
-            for field in self.layout.fields
-        }
-
     def clear(self, ids: Tensor) -> None:
-        """Make rows empty: no stamp finds them."""
         slots, fits = self._slots(ids)
         self._tags[slots[fits], 0] = 0
 
     def settle(self) -> None:
         """Return at once: a row is there as soon as it is written."""
 
-    def write(
+    def write(  # type: ignore[override]
         self,
         ids: Tensor,
         stamp: int,
@@ -309,17 +251,7 @@ class RowStore:
         *,
         also: FurtherRows | None = None,
     ) -> Tensor:
-        """Write rows in place, each id once; from now on they are found.
-
-        Args:
-            rows: every field of the layout and no other, any device.
-            lengths: (B,) int64 on CPU, entries of each row's varying fields; None for all.
-            also: gives the fields that `rows` lacks.
-        Returns:
-            (W,) int64, the ids that were written: those with a row that nobody else writes.
-        Raises:
-            ValueError: rows that do not match the layout.
-        """
+        """Write rows in place; return the (W,) ids of those that nobody else writes."""
         slots, fits = self._slots(ids)
         _checked_stamp(stamp)
         if self.is_condemned():

@@ -274,7 +274,7 @@ def warn_of_others(store: KeptStore) -> None:
     )
 
 
-def behind(world: World, store: RowStore | KeptStore) -> RowStore | KeptStore | WrittenBehind:
+def behind(world: World, store: ActivationStore) -> ActivationStore:
     """Have rows written behind a GPU's steps; a CPU's step needs all cores."""
     return store if world.device.type != "cuda" else WrittenBehind(store, device=world.device)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autocache import ActivationStore
 from autocache.behind import WrittenBehind
-from autocache.device_store import ActivationStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent

@@ -77,7 +77,7 @@ def test_a_write_that_dies_half_way_leaves_misses(
 def test_a_damaged_part_in_host_memory_is_a_counted_miss(store: DeviceStore) -> None:
     ids = torch.arange(4)
     store.write(ids, 3, make_rows(ids))
-    rest: Any = store._rest
+    rest: Any = store._within
     rest._parts[0][1][2, 0] ^= 1
     read = store.read(ids, [3])
     assert read.depth.tolist() == [1, 1, 0, 1] and read.num_corrupt == 1

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from autocache import ActivationStore, DeviceStore
 from autocache import prefix_cache as reader_module
 from autocache.behind import WrittenBehind
-from autocache.device_store import ActivationStore, DeviceStore
 from autocache.prefix_cache import PrefixCache, RowReader
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache.device_store import ActivationStore, DeviceStore
+from autocache import ActivationStore, DeviceStore
 from autocache.int8_tokens import packed, takes_tokens, unpacked
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, Positions, RowContent

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autocache import ActivationStore, DeviceStore
 from autocache.behind import WrittenBehind
-from autocache.device_store import ActivationStore, DeviceStore
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autocache.device_store import ActivationStore
+from autocache import ActivationStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.prefix_chunks import SampleRows
