@@ -72,6 +72,11 @@ class ActivationStore(ABC):
     def num_bytes(self) -> int:
         """Return what the store takes where its rows lie. Any thread may ask."""
 
+    @property
+    def is_writable(self) -> bool:
+        """Return whether rows are kept that this process writes. Any thread may ask."""
+        return True
+
     @abstractmethod
     def is_condemned(self) -> bool:
         """Return whether a check has failed, of any process. For the fetching thread."""
@@ -172,6 +177,10 @@ class StoreProxy(ActivationStore):
     @property
     def num_bytes(self) -> int:
         return self._within.num_bytes
+
+    @property
+    def is_writable(self) -> bool:
+        return self._within.is_writable
 
     def is_condemned(self) -> bool:
         return self._within.is_condemned()

@@ -5,15 +5,18 @@ set                rows of depth 2   rows of depth 4    rows of depth 6
 a run              reads and writes  upgrades these ─►  has reached
 
 In a store of one run a row is overwritten when its prefix grows. Here it stays for the next run,
-which begins at depth 2 again.
+which begins at depth 2 again. One run at a time writes a set, see `row_sets`. Others read the rows
+that are there, and compute those that are not.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -34,11 +37,13 @@ class KeptRows:
     Args:
         made_from: beside the layers: data, processing, kind of device; plain values of JSON.
         about: what a person wants to know of them.
+        run: a number of the run that reads and writes them, the same in all its processes.
     """
 
     sets: RowSets
     made_from: Mapping[str, Any]
     about: Mapping[str, Any]
+    run: int = field(default_factory=partial(secrets.randbits, 63))
 
     def made_at(self, stamp: int) -> dict[str, Any]:
         return {**self.made_from, "stamp": f"{stamp:016x}"}
@@ -55,20 +60,20 @@ class KeptStore(StoreProxy):
         num_rows: rows that a new set has, if there is room for them.
     Raises:
         OSError: the set of this stamp cannot be made.
-    Attributes:
-        trusts_others: whether rows that others have written are found, too. The caller sets it
-            once it has proven that they compute alike.
+
+    Sets that have rows are neither read nor written before the caller trusts them: it proves first
+    that it computes alike.
     """
 
     def __init__(self, kept: KeptRows, layout: RowLayout, num_rows: int, *, stamp: int) -> None:
         self._kept, self._is_condemned = kept, False
+        self._trusted: set[int] = set()
         self._first = kept.sets.obtain(kept.made_at(stamp), layout, num_rows, kept.about)
         super().__init__(self._first.store)
         self._sets: dict[int, OpenSet | None] = {stamp: self._first}
+        self._may_write(self._first, stamp)
         # The set of layers that were edited since: one at a time, or each edit would leave one.
         self._edited: int | None = None
-        self._has_own: dict[int, Tensor] = {}
-        self.trusts_others = False
 
     @property
     def folder(self) -> Path:
@@ -79,37 +84,44 @@ class KeptStore(StoreProxy):
         """Return what the open sets take on their file system."""
         return sum(one.store.num_bytes for one in self._open_sets())
 
+    @property
+    def is_writable(self) -> bool:
+        return self._first.is_writable
+
     def is_condemned(self) -> bool:
         return self._is_condemned or any(one.store.is_condemned() for one in self._open_sets())
 
     def condemn(self) -> bool:
-        """Let no process read these rows any more, and remove them from the folder."""
+        """Read no row any more; sets that no other run writes are removed, for every process."""
         first = not self.is_condemned()
         self._is_condemned = True
         for one in self._open_sets():
-            one.store.condemn()
-            if one.folder.exists():
-                self._kept.sets.discard(one.folder)
+            if one.lock(self._kept.run):
+                one.store.condemn()
+                if one.folder.exists():
+                    self._kept.sets.discard(one.folder)
         return first
 
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         """Return the (B,) depths at which rows are found, the deepest of each."""
-        return self._find(ids, stamps, of_others=self.trusts_others)
+        return self._find(ids, stamps, is_trusted=True)
 
-    def find_any(self, ids: Tensor, stamps: Stamps) -> Tensor:
-        """Return the depths at which there are rows, whoever wrote them."""
-        return self._find(ids, stamps, of_others=True)
+    def find_unproven(self, ids: Tensor, stamps: Stamps) -> Tensor:
+        """Return the depths at which there are rows that are not trusted yet."""
+        return self._find(ids, stamps, is_trusted=False)
 
-    def _find(self, ids: Tensor, stamps: Stamps, *, of_others: bool) -> Tensor:
+    def trust(self, stamp: int) -> None:
+        """Read rows of a stamp, and write more, from now on."""
+        self._trusted.add(stamp)
+
+    def _find(self, ids: Tensor, stamps: Stamps, *, is_trusted: bool) -> Tensor:
         found = torch.zeros_like(ids)
         for depth in range(len(stamps), 0, -1):
-            one = self._set_of(stamps[depth - 1])
-            if one is None or not bool((found == 0).any()):
+            stamp = stamps[depth - 1]
+            one = self._set_of(stamp)
+            if one is None or (stamp in self._trusted) != is_trusted or bool(found.all()):
                 continue
-            here = one.store.find(ids, stamps[depth - 1 : depth]) > 0
-            if not of_others:
-                own = self._has_own.get(stamps[depth - 1])
-                here &= False if own is None else own[ids.clamp(max=self.num_rows - 1)]
+            here = one.store.find(ids, (stamp,)) > 0
             found = found.where((found > 0) | ~here, depth)
         return found
 
@@ -133,7 +145,8 @@ class KeptStore(StoreProxy):
     def clear(self, ids: Tensor) -> None:
         """Make rows of every depth empty: their sample is another one by now."""
         for one in self._open_sets():
-            one.store.clear(ids)
+            if one.is_writable:
+                one.store.clear(ids)
 
     def write(
         self,
@@ -144,12 +157,10 @@ class KeptStore(StoreProxy):
         *,
         also: FurtherRows | None = None,
     ) -> None:
-        """Write rows into the set of a stamp, but those that another process has written."""
+        """Write rows into the set of a stamp, unless another run does."""
         one = self._set_to_write(stamp)
-        if one is not None and not self._is_condemned:
-            written = one.store.write(ids, stamp, rows, lengths, also=also)
-            own = self._has_own.setdefault(stamp, torch.zeros(self.num_rows, dtype=torch.bool))
-            own[written] = True
+        if one is not None and self._may_write(one, stamp) and not self._is_condemned:
+            one.store.write(ids, stamp, rows, lengths, also=also)
 
     def close(self) -> None:
         """Let go of all sets; their rows stay."""
@@ -160,6 +171,14 @@ class KeptStore(StoreProxy):
     def _open_sets(self) -> list[OpenSet]:
         # A copy, as another thread may add one.
         return [one for one in list(self._sets.values()) if one is not None]
+
+    def _may_write(self, one: OpenSet, stamp: int) -> bool:
+        """Return whether no other run writes a set, and its rows are trusted."""
+        if not one.is_writable and one.lock(self._kept.run):
+            # Without rows there is nothing to prove: they will all be this run's.
+            if not one.store.find(torch.arange(self.num_rows), (stamp,)).any():
+                self.trust(stamp)
+        return one.is_writable and stamp in self._trusted
 
     def _set_of(self, stamp: int) -> OpenSet | None:
         """Return the open set of a stamp; None where there is none, or it has other rows."""

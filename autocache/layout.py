@@ -1,6 +1,6 @@
 """Lay a store's rows out in a file, and map it into memory.
 
-file:  | fingerprint, condemned | stamp, check, length | ... | row 0 | row 1 | ...
+file:  | fingerprint, condemned, writer | stamp, check, length | ... | row 0 | row 1 | ...
 row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
 
 Every byte is reserved when the file is made. Else the first write to a full file system would kill

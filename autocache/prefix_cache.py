@@ -239,7 +239,7 @@ class PrefixCache:
         rows = self._rows
         found = rows.find(own[1], depth, done=done)
         # A row that is not stored now would be computed again by its own fetch.
-        if not len(later[1]) or not rows.is_used() or rows.has_misfits:
+        if not len(later[1]) or not rows.takes_all():
             return FoundSamples(*own, found)
         room = room_in_chunks(found, chunk_size=self._layers.chunk_size, depth=depth)
         if not room:

@@ -42,6 +42,11 @@ class PrefixRows:
     def is_used(self) -> bool:
         return self._store is not None and not self._store.is_condemned()
 
+    def takes_all(self) -> bool:
+        """Return whether every row that is written now is found later."""
+        is_writable = self._store is not None and self._store.is_writable
+        return is_writable and self.is_used() and not self.has_misfits
+
     def find(self, row_ids: Tensor, depth: int, *, done: Tensor = NOTHING[0]) -> Tensor:
         """Return the (B,) depths of usable rows, 0 for none; `done` are written by then."""
         if self._store is None or not self.is_used():
@@ -97,7 +102,7 @@ class PrefixRows:
             self._store.settle()
 
     def _fit(self, rows: dict[str, Tensor]) -> bool:
-        """Tell whether rows are as the store's; warn at the first that are not."""
+        """Return whether rows are as the store's; warn at the first that are not."""
         assert self._store is not None
         wanted = {field.name: (field.shape, field.dtype) for field in self._store.layout.fields}
         odd = {n: r for n, r in rows.items() if (tuple(r.shape[1:]), r.dtype) != wanted.get(n)}

@@ -3,11 +3,13 @@
 FOLDER/
   lock                     held while a set is looked for, made or removed
   rows-<hash>/             one set: a data set's rows at one depth of one frozen prefix
-    rows                   a `RowStore`, whose writers claim rows
+    rows                   a `RowStore`; the run that writes it holds a lock on it
     about.json             what the hash was made of; written last, so a set without it is no set
 
 Any number of processes use a set at once. Each holds a shared lock on its folder, so no set is
-thrown out that is in use. The kernel drops all locks of a process that dies.
+thrown out that is in use. One run at a time writes a set: its processes share a lock on `rows`,
+and know it for theirs by the run's number there. The kernel drops all locks of a process that
+dies.
 
 The folder is on a file system of this machine: locks and mappings do not reach over a network.
 """
@@ -32,7 +34,6 @@ from typing import Any, final
 import torch
 
 from autocache.layout import FileShape, RowField, RowLayout
-from autocache.row_claims import RowClaims
 from autocache.store import RowStore
 
 _LOGGER = logging.getLogger(__name__)
@@ -76,17 +77,33 @@ class OpenSet:
     """Hold a set's store, and keep the set from being thrown out until it is closed.
 
     Args:
-        descriptors: of its folder, whose lock says that it is in use, and of its file.
+        descriptors: of its folder, whose lock says that it is in use, and of its file, whose lock
+            says that a run writes it.
         is_used: whether this counts as a use of the set.
+    Attributes:
+        is_writable: whether this process' run writes the set.
     """
 
     def __init__(
         self, folder: Path, store: RowStore, descriptors: tuple[int, int], *, is_used: bool
     ) -> None:
         self.folder, self.store, self._is_used = folder, store, is_used
+        self._file, self.is_writable = descriptors[1], False
         # Also where nobody closes it.
         self._let_go = weakref.finalize(self, _let_go, *descriptors)
         self._note_use()
+
+    def lock(self, run: int) -> bool:
+        """Have a run write the set, unless another does; `run` is a number of its own."""
+        if not self.is_writable:
+            if _lock(self._file, fcntl.LOCK_EX):
+                self.store.writer = run
+            # Shared, so that the run's other processes join, and keep it when this one dies. Only
+            # who has it alone changes the number, so from here on it stays.
+            self.is_writable = _lock(self._file, fcntl.LOCK_SH) and self.store.writer == run
+            if not self.is_writable:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        return self.is_writable
 
     def close(self) -> None:
         if self._let_go.alive:
@@ -102,9 +119,9 @@ class OpenSet:
 
 def _let_go(folder: int, file: int) -> None:
     # By hand: a forked process, such as a loader's worker, has these descriptors, too.
-    fcntl.flock(folder, fcntl.LOCK_UN)
-    os.close(file)
-    os.close(folder)
+    for descriptor in (file, folder):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 @final
@@ -322,8 +339,7 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
         file = os.open(folder / _ROWS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             mapping = FileShape(layout, num_rows).open(folder / _ROWS)
-            claims = RowClaims(file)
-            store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping, claims=claims)
+            store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping)
             if store.is_condemned():
                 raise ValueError("they were found to be wrong")
             return OpenSet(folder, store, (own, file), is_used=is_used)

@@ -29,12 +29,9 @@ from torch import Tensor
 
 from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
 from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
-from autocache.row_claims import RowClaims
 
 _BLOCK_BYTES = 1 << 21
 """Bytes copied before they are summed: few enough to be in the CPU's cache still."""
-_MOST_CLAIMED = 64
-"""Rows that are claimed at a time."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -57,20 +54,15 @@ class RowStore(ActivationStore):
         *,
         mapping: mmap.mmap,
         unlink: Callable[[], None] | None = None,
-        claims: RowClaims | None = None,
     ) -> None:
-        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`.
-
-        With `claims` rows that others write at the moment, or have written, are left to them.
-        """
+        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`."""
         super().__init__(layout, num_rows)
         self.path = path
-        self._has_warned = False
-        self._unlink, self._claims = unlink, claims
+        self._has_warned, self._unlink = False, unlink
         self._shape = shape = FileShape(layout, num_rows)
         self._mapping: mmap.mmap | None = mapping
-        # The layout's fingerprint, and whether the store is condemned.
-        self._header = np.frombuffer(mapping, np.uint64, count=2)
+        # The layout's fingerprint, whether the store is condemned, and the run that writes.
+        self._header = np.frombuffer(mapping, np.uint64, count=3)
         self._tags = np.frombuffer(
             mapping, np.uint64, count=TAG_WORDS * num_rows, offset=ALIGN_BYTES
         ).reshape(num_rows, TAG_WORDS)
@@ -173,7 +165,7 @@ class RowStore(ActivationStore):
         # The last array to go unmaps the file; by hand it fails while a traceback holds one.
         self._mapping = None
         self._parts.clear()
-        self._header = np.zeros(2, np.uint64)
+        self._header = np.zeros(3, np.uint64)
         self._tags = np.empty((0, TAG_WORDS), np.uint64)
 
     @property
@@ -204,7 +196,7 @@ class RowStore(ActivationStore):
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
-        # Else a writer with claims would take them for written.
+        # Emptied, so that nobody looks for them there again.
         self._tags[slots[corrupt], 0] = 0
         read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
         if not in_background:
@@ -242,7 +234,16 @@ class RowStore(ActivationStore):
     def settle(self) -> None:
         """Return at once: a row is there as soon as it is written."""
 
-    def write(  # type: ignore[override]
+    @property
+    def writer(self) -> int:
+        """Return the number of the run that writes kept rows; 0 for none."""
+        return int(self._header[2])
+
+    @writer.setter
+    def writer(self, run: int) -> None:
+        self._header[2] = run
+
+    def write(
         self,
         ids: Tensor,
         stamp: int,
@@ -250,31 +251,14 @@ class RowStore(ActivationStore):
         lengths: Tensor | None = None,
         *,
         also: FurtherRows | None = None,
-    ) -> Tensor:
-        """Write rows in place; return the (W,) ids of those that nobody else writes."""
+    ) -> None:
         slots, fits = self._slots(ids)
         _checked_stamp(stamp)
         if self.is_condemned():
-            return ids[:0]
+            return
         rows = {**rows, **also()} if also is not None else rows
         check_rows(self.layout, rows, len(slots))
-        if self._claims is None:
-            return self._write(slots, fits.nonzero()[0], stamp, rows, lengths)
-        wanted = (fits & (self._tags[slots, 0] != stamp)).nonzero()[0]
-        # The kernel looks through all of a file's locks for each new one.
-        written = [ids[:0]]
-        for part in np.split(wanted, range(_MOST_CLAIMED, len(wanted), _MOST_CLAIMED)):
-            with self._claims.claimed(slots[part]) as got:
-                # Once more: another process may have written a row just before it was claimed.
-                chosen = part[got & (self._tags[slots[part], 0] != stamp)]
-                written.append(self._write(slots, chosen, stamp, rows, lengths))
-        return torch.cat(written)
-
-    def _write(
-        self, slots: np.ndarray, chosen: np.ndarray, stamp: int, rows: Rows, lengths: Tensor | None
-    ) -> Tensor:
-        """Write some rows, at the places `chosen` among those given; return their numbers."""
-        kept, slots = torch.from_numpy(chosen), slots[chosen]
+        slots, kept = slots[fits], torch.from_numpy(fits.nonzero()[0])
         if lengths is None:
             own = np.full(len(slots), np.iinfo(np.uint64).max)
         else:
@@ -290,7 +274,6 @@ class RowStore(ActivationStore):
         # Place, stamp and length enter the check: bytes never pass under another of them.
         self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
         self._tags[slots, 0] = stamp
-        return torch.from_numpy(slots)
 
     def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Stamps) -> np.ndarray:
         """Return the depth of each stamp that was found, 0 for none."""

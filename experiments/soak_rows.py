@@ -3,14 +3,16 @@
     python -m experiments.soak_rows --kills 200
 
 Four processes share a folder. Each walks through the samples in an order of its own, reads the
-rows that are there, compares every number, and writes those that are not. It opens the set anew
-in each round. One of them, chosen at random, is killed after a random time, and another one takes
-its place. Rows are large, so that most kills hit a write. Now and then a row is emptied, as if its
-sample had changed, so that there is always something to write.
+rows that are there, and compares every number. The one that has the set's lock writes those that
+are not there. Each opens the set anew in each round, so that others come to write, too. The one
+that writes, or any other, is killed after a random time, and another one takes its place. Rows are
+large, so that many kills hit a write. Now and then a row is emptied, as if its sample had changed,
+so that there is always something to write.
 
     kills
     wrong_rows     rows that were read and differ from what was written: must be 0
     hangs          processes that made no round in 60 s: must be 0
+    writers        processes that came to write: must be more than one
     written        rows that were written in all
     whole          of all rows, those that the next run finds when all processes are dead
 """
@@ -49,7 +51,9 @@ def rows_of(ids: Tensor) -> dict[str, Tensor]:
 
 def open_store(folder: Path) -> KeptStore:
     kept = KeptRows(RowSets(folder), {"data": "soak"}, {})
-    return KeptStore(kept, LAYOUT, NUM_ROWS, stamp=STAMPS[0])
+    store = KeptStore(kept, LAYOUT, NUM_ROWS, stamp=STAMPS[0])
+    store.trust(STAMPS[0])
+    return store
 
 
 def walk(folder: Path, notes: Path, seed: int) -> None:
@@ -68,7 +72,7 @@ def walk(folder: Path, notes: Path, seed: int) -> None:
             missing = ids[~found]
             if len(missing):
                 store.write(missing, STAMPS[0], rows_of(missing))
-                written += len(missing)
+                written += len(missing) * store.is_writable
             with notes.open("a") as file:
                 file.write(f"{written} {wrong}\n")
         store.clear(torch.randperm(NUM_ROWS, generator=generator)[:_EMPTIED])
@@ -118,6 +122,7 @@ def soak(folder: Path, *, kills: int, seed: int = 0) -> dict[str, int]:
         "kills": kills,
         "wrong_rows": sum(wrong for _, wrong in found),
         "hangs": hangs,
+        "writers": sum(written > 0 for written, _ in found),
         "written": sum(written for written, _ in found),
         "whole": whole,
     }

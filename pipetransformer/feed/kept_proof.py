@@ -1,7 +1,14 @@
 """Compute some kept rows again before any is read: stamps do not know all of the code.
 
-A module may call a function that was changed since, in a file that no stamp covers. Then all of
-its rows are wrong, so a few of each depth tell.
+A module may call a function that was changed since, in a file that no stamp covers. Then all rows
+of a set are wrong, so a few tell. All who write a set have compared with it, or began it:
+
+    a set         that this run writes                   that another run writes
+    has no row    is begun, and read from now on         is compared once it has
+    has rows      4 are computed again when it is        4 are computed again when the first are
+                  opened                                 asked for
+      alike       it is read, and added to               it is read
+      others      it is removed, and begun anew          it is left, and all rows are computed
 """
 
 from __future__ import annotations
@@ -46,20 +53,18 @@ class KeptProof:
     view: int
 
     def holds(self, store: KeptStore, ids: Tensor, row_ids: Tensor) -> bool:
-        """Tell whether others' rows are what this run computes; from then on they are read.
+        """Return whether others' rows are what this run computes; from then on they are read.
 
         Args:
             ids, row_ids: (N,) int64 each, samples, and their rows in this view.
         """
-        found = store.find_any(row_ids, self.stamps)
-        if bool(found.any()):
-            store.trusts_others = True
-        return all(
-            self._holds_at(depth, store, ids[spread], row_ids[spread])
-            for depth in found.unique().tolist()
-            if depth
-            for spread in [_spread((found == depth).nonzero().flatten())]
-        )
+        found = store.find_unproven(row_ids, self.stamps)
+        for depth in found[found > 0].unique().tolist():
+            places = _spread((found == depth).nonzero().flatten())
+            store.trust(self.stamps[depth - 1])
+            if not self._holds_at(depth, store, ids[places], row_ids[places]):
+                return False
+        return True
 
     def _holds_at(self, depth: int, store: KeptStore, ids: Tensor, rows: Tensor) -> bool:
         kept, fresh = (self._fetch(one, depth, ids, rows) for one in (store, None))
@@ -72,7 +77,7 @@ class KeptProof:
         return are_alike(mine, theirs, rounded_to=self.content.dtype)
 
     def _fetch(self, store: KeptStore | None, depth: int, ids: Tensor, rows: Tensor) -> Batch:
-        # Rows of samples that have changed prove nothing, and are emptied.
+        # Rows of samples that have changed prove nothing, and count as missing.
         known = None if store is None else torch.zeros(store.num_rows, dtype=torch.int64)
         cache = self.cache_over(store, replace(self.content, changed=None), known)
         try:
@@ -91,7 +96,7 @@ def _spread(places: Tensor) -> Tensor:
 
 
 def are_alike(mine: Tensor, theirs: Tensor, *, rounded_to: torch.dtype | None) -> bool:
-    """Tell whether (N, ..., D) hidden states are equal, but for the order of sums and rounding.
+    """Return whether (N, ..., D) hidden states are equal, but for the order of sums and rounding.
 
     Each number is held against its own size and that of most in its token: a few channels may be
     a thousand times larger than the others.

@@ -265,11 +265,11 @@ def _kept_store(kept: KeptRows, layout: RowLayout, num_rows: int, stamp: int) ->
 
 
 def warn_of_others(store: KeptStore) -> None:
-    """Remove rows that this run does not compute."""
+    """Read no rows that this run does not compute; remove them, unless another run writes them."""
     store.condemn()
     _LOGGER.warning(
         "rows in %s are other than this run computes, though the weights are the same (code was "
-        "changed, or a library): they are removed",
+        "changed, or a library): they are not read, and removed unless another run writes them",
         store.folder,
     )
 

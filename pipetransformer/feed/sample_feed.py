@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -626,12 +627,13 @@ class SampleFeed:
         if world.is_main:  # Rank 0 always holds the prefix.
             content, num_views = self._rows.content, self._num_views
             data = data_origin(self.samples, content, config, num_views=num_views)
-            found = [data, self.prefix.stamps[-1]]
-        data, stamp = broadcast_json(found, group=world.group)
+            found = [data, self.prefix.stamps[-1], secrets.randbits(63)]
+        data, stamp, run = broadcast_json(found, group=world.group)
         kept = KeptRows(
             RowSets(Path(config.cache_folder), limit_bytes=config.cache_limit_bytes),
             {**data, **machine_origin(world.device, chunk_size=self._chunk_size)},
             about_rows(self._task.model, self.prefix.depth, len(self.dataset)),
+            run,
         )
         store = share_kept(world, kept, layout, num_rows, stamp=stamp, is_right=self._proves_right)
         if store is None:
@@ -643,7 +645,7 @@ class SampleFeed:
         return behind(world, store)
 
     def _proves_right(self, store: KeptStore) -> bool:
-        """Tell whether rows that were found are what this run computes, as far as a rank can."""
+        """Return whether rows that were found are what this run computes, as far as a rank can."""
         if not self.prefix.on_stage_0:
             return True
         ids = torch.arange(len(self.dataset))
@@ -655,13 +657,11 @@ class SampleFeed:
         return KeptProof(self._cache_over, stamps, self.samples, content, view)
 
     def _prove_others(self, ids: Tensor, epoch: int) -> None:
-        """Read no row of another process before some of its rows were computed again."""
+        """Read no row of another run before some of its rows were computed again."""
         store = self._kept
-        if store is None or store.trusts_others or store.is_condemned():
+        if store is None or store.is_condemned():
             return
-        rows, stamps = self._row_ids(ids, epoch), self.prefix.stamps
-        others = (store.find_any(rows, stamps) > store.find(rows, stamps)).nonzero().flatten()
-        if len(others) and not self._proof(epoch=epoch).holds(store, ids[others], rows[others]):
+        if not self._proof(epoch=epoch).holds(store, ids, self._row_ids(ids, epoch)):
             warn_of_others(store)
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
@@ -78,45 +79,6 @@ def test_a_row_of_another_layout_is_in_another_set(folder: Path) -> None:
     assert second.folder != first.folder
     first.close()
     second.close()
-
-
-def test_two_that_use_a_set_read_what_either_writes(folder: Path) -> None:
-    one, two = open_set(folder), open_set(folder)
-    one.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
-    two.store.write(IDS[5:], STAMP, rows_of(IDS[5:]))
-    assert_holds(one)
-    assert_holds(two)
-    one.close()
-    assert_holds(two)
-    two.close()
-
-
-def test_a_row_that_another_process_writes_is_left_to_it(folder: Path) -> None:
-    one, two = open_set(folder), open_set(folder)
-    claims = one.store._claims
-    assert claims is not None
-    with claims.claimed(IDS[:3].numpy()) as got:
-        assert got.all()
-        two.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
-        assert two.store.find(IDS[:5], (STAMP,)).tolist() == [0, 0, 0, 1, 1]
-    two.store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
-    assert_holds(two, IDS[:5])
-    one.close()
-    two.close()
-
-
-def test_a_whole_row_is_not_written_again_until_it_is_emptied(folder: Path) -> None:
-    one = open_set(folder)
-    one.store.write(IDS, STAMP, rows_of(IDS))
-    one.store.write(IDS, STAMP, rows_of(IDS, shift=1.0))
-    assert_holds(one)
-    one.store.clear(IDS[:1])
-    one.store.write(IDS, STAMP, rows_of(IDS, shift=1.0))
-    assert torch.equal(
-        one.store.read(IDS[:1], (STAMP,)).rows["hidden"], rows_of(IDS[:1], 1.0)["hidden"]
-    )
-    assert_holds(one, IDS[1:])
-    one.close()
 
 
 def test_the_least_recently_used_set_makes_room(folder: Path) -> None:
@@ -259,7 +221,7 @@ def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
         store.write(IDS, stamps[0], rows_of(IDS))
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[1])) as store:
         assert store.find(IDS, stamps).tolist() == [0] * NUM
-        store.trusts_others = True
+        store.trust(stamps[0])
         assert store.find(IDS, stamps).tolist() == [1] * NUM
         store.write(IDS[:4], stamps[1], rows_of(IDS[:4], 0.5))
         read = store.read(IDS, stamps)
@@ -267,13 +229,95 @@ def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
         assert torch.equal(read.rows["hidden"][:4], rows_of(IDS[:4], 0.5)["hidden"])
         assert torch.equal(read.rows["hidden"][4:], rows_of(IDS[4:])["hidden"])
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
-        store.trusts_others = True
+        store.trust(stamps[0])
         assert store.find(IDS, stamps[:1]).tolist() == [1] * NUM
 
 
+def kept_store(folder: Path, run: int) -> KeptStore:
+    kept = KeptRows(RowSets(folder), {"data": "words"}, {}, run)
+    return KeptStore(kept, LAYOUT, NUM, stamp=STAMP)
+
+
+def holds_all(store: KeptStore) -> bool:
+    read = store.read(IDS, (STAMP,))
+    equal = [torch.equal(read.rows[name], row) for name, row in rows_of(IDS).items()]
+    return bool(read.depth.all()) and all(equal)
+
+
+def test_a_second_run_writes_nothing_and_reads_what_it_trusts(folder: Path) -> None:
+    with closing(kept_store(folder, 1)) as first, closing(kept_store(folder, 2)) as second:
+        assert first.is_writable and not second.is_writable
+        second.write(IDS, STAMP, rows_of(IDS, shift=1.0))
+        second.clear(IDS)
+        assert not first.find(IDS, (STAMP,)).any()
+        first.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+        second.clear(IDS)
+        assert not second.find(IDS, (STAMP,)).any()
+        assert second.find_unproven(IDS, (STAMP,)).tolist() == [1] * 5 + [0] * (NUM - 5)
+        second.trust(STAMP)
+        assert second.find(IDS, (STAMP,)).tolist() == [1] * 5 + [0] * (NUM - 5)
+        second.write(IDS[5:], STAMP, rows_of(IDS[5:], shift=1.0))
+        assert first.find(IDS, (STAMP,)).tolist() == [1] * 5 + [0] * (NUM - 5)
+        first.write(IDS[5:], STAMP, rows_of(IDS[5:]))
+        assert holds_all(first) and holds_all(second)
+
+
+def test_all_processes_of_a_run_write_until_the_last_has_closed(folder: Path) -> None:
+    with closing(kept_store(folder, 1)) as rank_0, closing(kept_store(folder, 1)) as rank_1:
+        rank_0.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+        rank_1.write(IDS[5:], STAMP, rows_of(IDS[5:]))
+        assert holds_all(rank_0) and holds_all(rank_1)
+        rank_0.close()
+        with closing(kept_store(folder, 2)) as other:
+            assert not other.is_writable
+    with closing(kept_store(folder, 2)) as other:
+        assert other.is_writable
+
+
+def test_a_run_goes_on_to_write_when_the_one_before_it_ends(folder: Path) -> None:
+    first = kept_store(folder, 1)
+    first.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+    with closing(kept_store(folder, 2)) as second:
+        first.close()
+        # Beside rows of another run none are written before it has compared them.
+        second.write(IDS[5:], STAMP, rows_of(IDS[5:]))
+        assert second.is_writable and not second.find(IDS, (STAMP,)).any()
+        second.trust(STAMP)
+        second.write(IDS[5:], STAMP, rows_of(IDS[5:]))
+        assert holds_all(second)
+
+
+def test_only_the_run_that_writes_a_set_removes_it(folder: Path) -> None:
+    with closing(kept_store(folder, 1)) as first, closing(kept_store(folder, 2)) as second:
+        first.write(IDS, STAMP, rows_of(IDS))
+        assert second.condemn() and second.is_condemned()
+        assert holds_all(first) and not first.is_condemned()
+        first.close()
+        second.condemn()
+        assert [*folder.glob("rows-*")] == []
+
+
+def test_a_kill_of_the_process_that_writes_frees_the_lock(folder: Path) -> None:
+    (reading, writing), (waiting, _) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = kept_store(folder, 1)
+        store.write(IDS[:5], STAMP, rows_of(IDS[:5]))
+        os.write(writing, b"1")
+        os.read(waiting, 1)  # Until it is killed.
+        os._exit(1)
+    os.read(reading, 1)
+    with closing(kept_store(folder, 2)) as other:
+        assert not other.is_writable
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        other.trust(STAMP)
+        other.write(IDS[5:], STAMP, rows_of(IDS[5:]))
+        assert holds_all(other)
+
+
 def test_condemned_rows_are_gone_for_every_process_at_once(folder: Path) -> None:
-    kept = KeptRows(RowSets(folder), {"data": "words"}, {})
-    one, two = (KeptStore(kept, LAYOUT, NUM, stamp=STAMP) for _ in range(2))
+    one, two = kept_store(folder, 1), kept_store(folder, 1)
     one.write(IDS, STAMP, rows_of(IDS))
     assert one.condemn()
     assert not two.condemn()

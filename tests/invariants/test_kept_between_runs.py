@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autocache import RowSets
 from tests.helpers.marks import slow
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import Outcome, Scenario, Shape, assert_same_bits, merge, train
@@ -55,3 +56,15 @@ def test_a_limit_holds_a_part_of_the_rows_and_changes_no_number(
     assert_same_bits(limited, computed)
     assert hits > 0
     assert sum(one.stat().st_size for one in tmp_path.rglob("rows")) <= 6000
+
+
+@pytest.mark.parametrize("slots_per_node", [None, 1])
+def test_all_ranks_of_a_run_write_its_rows(
+    two_ranks: Pool, slots_per_node: int | None, tmp_path: Path
+) -> None:
+    # Four steps of the first epoch: no sample is computed twice, and each rank has half of them.
+    settings = kept(tmp_path, prefix_chunk=1)
+    scenario = Scenario({0: Shape(1, 2)}, (2,), settings=settings, slots_per_node=slots_per_node)
+    two_ranks.run(train, scenario, 4)
+    (facts,) = RowSets(tmp_path).facts()
+    assert facts.num_whole == 4 * scenario.options["global_batch_size"]

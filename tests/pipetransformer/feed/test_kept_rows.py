@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autocache import RowSets
+from autocache import RowSets, RowStore
 from pipetransformer import attach
 from pipetransformer.feed import Samples as Samples_
 from tests.helpers.any_models import KINDS, NUM_SAMPLES, build, data, mean_loss, sgd
@@ -300,6 +300,27 @@ def steps(folder: Path | None) -> Iterator[float]:
             torch.manual_seed(epoch)
             for batch in cached.epoch(loader):
                 yield mean_loss(KIND, model, batch).item()
+
+
+def test_of_two_runs_at_once_the_first_writes_and_both_come_to_the_numbers_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = [*steps(None)]
+    first, second = steps(tmp_path), steps(tmp_path)
+    losses = [next(first)], [next(second)]
+    written: list[int] = []
+    write = RowStore.write
+
+    def noted(store: RowStore, ids: Tensor, *given: Any, **further: Any) -> None:
+        written.extend(ids.tolist())
+        write(store, ids, *given, **further)
+
+    monkeypatch.setattr(RowStore, "write", noted)
+    losses[1].extend(second)
+    assert written == []
+    losses[0].extend(first)
+    assert written and losses == (plain, plain)
+    assert Run(tmp_path).hits[0] == NUM_SAMPLES
 
 
 def test_edited_layers_leave_one_set_behind_however_often_they_are_edited(tmp_path: Path) -> None:
