@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -99,6 +99,18 @@ class CacheStats:
             yield
         finally:
             self.seconds += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class _Usable:
+    """Hold the rows of samples that were found; what they hold of others is undefined.
+
+    `digests` are the rows' as well, empty where none was found.
+    """
+
+    samples: FoundSamples
+    entries: dict[str, Tensor] = field(default_factory=dict)
+    digests: Tensor = NOTHING[0]
 
 
 class PrefixCache:
@@ -170,26 +182,11 @@ class PrefixCache:
                 "least one id (for an empty micro-batch fetch any one id and slice [:0])"
             )
         own = (sample_ids, sample_ids if row_ids is None else row_ids)
-        samples = self._filled_up(own, later, depth)
-        fetch = _Fetch(
-            rows=self._rows,
-            reader=self._reader,
-            checks=self._checks,
-            layers=self._layers,
-            content=self._content,
-            stats=self._stats,
-            samples=samples,
-            num=num,
-            depth=depth,
-        )
-        fetch.read_rows()
-        fetch.load_samples(load, self._reads)
-        # Counted only now: workers may start within `load`, and foresee this very fetch.
-        self._reads += samples.num_found
-        if not fetch.rows_are_current():
-            fetch.start_over(load)
-        fetch.run_layers(keeps=keeps)
-        return fetch.results()
+        usable = self._read(self._filled_up(own, later, depth), num, depth)
+        usable, loaded = self._load_samples(usable, load)
+        entries = self._computed(usable, loaded, num, depth, keeps=keeps)
+        self._stats.count(usable.samples.found[:num], depth)
+        return self._content.first(entries, num)
 
     def foresee(
         self, coming: Iterable[tuple[SampleRows, SampleRows]], *, depth: int
@@ -251,118 +248,68 @@ class PrefixCache:
         pairs = zip((*own, found), (*later, later_found), strict=True)
         return FoundSamples(*(torch.cat((mine, others[more])) for mine, others in pairs))
 
+    def _read(self, samples: FoundSamples, num: int, depth: int) -> _Usable:
+        """Read the rows that were found; those that prove damaged or changed become misses.
 
-@dataclass
-class _Fetch:
-    """Carry out one fetch: read rows, load samples, compare them, run layers.
-
-    The first `num` samples are its own; the others are later ones that fill its chunks.
-    """
-
-    rows: PrefixRows
-    reader: RowReader | None
-    checks: SampleChecks
-    layers: ChunkedLayers
-    content: RowContent
-    stats: CacheStats
-    samples: FoundSamples
-    num: int
-    depth: int
-
-    def __post_init__(self) -> None:
-        self._entries: dict[str, Tensor] = {}
-        self._digests, self._checked = NOTHING[0], NOTHING[0]
-        self._loaded = LoadedSamples(NOTHING[0], {})
-
-    def read_rows(self) -> None:
-        """Read the rows that were found; those that prove damaged or changed become misses."""
-        samples, content = self.samples, self.content
-        if self.reader is None:
-            return
-        if not samples.found.any():  # As in every step that fills the cache.
-            self.reader.forget()
-            return
-        with self.stats.timed():
-            # Only rows of its own samples may have been read ahead.
-            read = self.reader.read(samples.row_ids[: self.num], self.rows.stamps_to(self.depth))
-            if len(samples.ids) > self.num:
-                more = self.rows.read(samples.row_ids[self.num :], self.depth)
-                more.rows[HIDDEN] = self.layers.send(more.rows[HIDDEN])
-                read = read.joined(more)
-            samples.found = self.rows.usable(read.depth, self.depth)
-            digests = read.rows.get(DIGEST, NOTHING[0])
-            changed = self.checks.of_other_samples(samples, digests)
-            if content.changed is not None:
-                changed |= content.changed(samples.ids, read.rows)
-            self._forget_rows(changed.nonzero().flatten())
-            if samples.found.any():
-                read.rows[HIDDEN] = content.restored(read.rows[HIDDEN])
-                self._entries, self._digests = read.rows, read.rows.pop(DIGEST, NOTHING[0])
-
-    def load_samples(self, load: Load, reads: int) -> None:
-        """Load the samples that miss, and some to check."""
-        samples, checks = self.samples, self.checks
-        ids, checked = checks.loads(samples, reads, checks.known)
-        if len(ids):
-            self._loaded = self._load(load, ids)
-        changed = checks.first_compared(samples, checked, self._digests, self._loaded)
-        self._forget_rows(changed)
-        self._checked = checked[samples.found[checked] > 0]
-
-    def _forget_rows(self, positions: Tensor) -> None:
-        """Let rows that were found miss, as their samples have changed."""
-        positions = positions[self.samples.found[positions] > 0]
-        if len(positions):
-            self.samples.found[positions] = 0
-            self.rows.clear(self.samples.row_ids[positions])
-
-    def rows_are_current(self) -> bool:
-        """Tell whether the dataset still gives the samples that the checked rows came from."""
-        ids, digests = self.samples.ids[self._checked], self._digests[self._checked]
-        return self.checks.are_current(ids, digests, self._loaded)
-
-    def start_over(self, load: Load) -> None:
-        """Load every sample, and use no row."""
-        self.samples.found, self._entries = torch.zeros_like(self.samples.found), {}
-        self._loaded = self._load(load, each_once(self.samples.ids)[0])
-
-    def run_layers(self, *, keeps: bool) -> None:
-        """Run all samples that are not as deep as wanted, and write their rows.
-
-        Rows of this fetch's own samples only if it `keeps` them.
+        The first `num` samples are the fetch's own.
         """
-        samples, depth = self.samples, self.depth
-        self._entries, loaded = self.content.brought_together(
-            samples.found, self._entries, self._loaded.entries
-        )
-        self._loaded = LoadedSamples(self._loaded.ids, loaded)
-        row_ids = samples.row_ids if keeps else samples.without_rows(self.num)
-        # From each depth where samples join to the next: they run through these layers together.
-        for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
-            positions = (samples.found <= first).nonzero().flatten()
-            ids, inverse = each_once(samples.ids[positions])
-            chosen = one_each(positions, len(ids), inverse)
-            fresh = self._run(ids, chosen, first, last)
-            if last == depth:
-                hidden = fresh[HIDDEN]
-                stored = self.content.stored(hidden)
-                fresh[HIDDEN] = self.content.restored(stored, hidden.dtype)
-                also = self.checks.digests_of(samples, chosen, self._digests, self._loaded)
-                with self.stats.timed():
-                    rows = {**fresh, HIDDEN: stored}
-                    self.rows.write(taken(row_ids, chosen), rows, depth, also)
-            place(self._entries, positions, fresh, inverse)
-        self.stats.count(samples.found[: self.num], depth)
+        if self._reader is None:
+            return _Usable(samples)
+        if not samples.found.any():  # As in every step that fills the cache.
+            self._reader.forget()
+            return _Usable(samples)
+        with self._stats.timed():
+            # Only rows of its own samples may have been read ahead.
+            read = self._reader.read(samples.row_ids[:num], self._rows.stamps_to(depth))
+            if len(samples.ids) > num:
+                more = self._rows.read(samples.row_ids[num:], depth)
+                more.rows[HIDDEN] = self._layers.send(more.rows[HIDDEN])
+                read = read.joined(more)
+            samples = replace(samples, found=self._rows.usable(read.depth, depth))
+            rows, content = dict(read.rows), self._content
+            digests = rows.pop(DIGEST, NOTHING[0])
+            changed = self._checks.of_other_samples(samples, digests)
+            if content.changed is not None:
+                changed |= content.changed(samples.ids, rows)
+            samples = self._forget_rows(samples, changed.nonzero().flatten())
+            if not samples.found.any():
+                return _Usable(samples)
+            rows[HIDDEN] = content.restored(rows[HIDDEN])
+            return _Usable(samples, rows, digests)
 
-    def results(self) -> dict[str, Tensor]:
-        """Return the rows of this fetch's own samples."""
-        return self.content.first(self._entries, self.num)
+    def _forget_rows(self, samples: FoundSamples, positions: Tensor) -> FoundSamples:
+        """Empty rows whose samples have changed; return the samples, of which these miss now."""
+        positions = positions[samples.found[positions] > 0]
+        if not len(positions):
+            return samples
+        self._rows.clear(samples.row_ids[positions])
+        return replace(samples, found=samples.found.index_fill(0, positions, 0))
+
+    def _load_samples(self, usable: _Usable, load: Load) -> tuple[_Usable, LoadedSamples]:
+        """Load the samples that miss, and some to compare; return the rows that are usable still.
+
+        Where the dataset gives other samples than the rows came from, none is.
+        """
+        samples, digests, checks = usable.samples, usable.digests, self._checks
+        loaded = LoadedSamples(NOTHING[0], {})
+        ids, checked = checks.loads(samples, self._reads, checks.known)
+        if len(ids):
+            loaded = self._load(load, ids)
+        differing = checks.first_compared(samples, checked, digests, loaded)
+        samples = self._forget_rows(samples, differing)
+        checked = checked[samples.found[checked] > 0]
+        # Counted only now: workers may start within `load`, and foresee this very fetch.
+        self._reads += samples.num_found
+        if checks.are_current(samples.ids[checked], digests[checked], loaded):
+            return replace(usable, samples=samples), loaded
+        samples = replace(samples, found=torch.zeros_like(samples.found))
+        return _Usable(samples), self._load(load, each_once(samples.ids)[0])
 
     def _load(self, load: Load, ids: Tensor) -> LoadedSamples:
         batch = load(ids)
         # Without a store, results lack the entries that the dataset does not give.
-        if self.rows.num_rows:
-            check_kept(batch, self.content.keep)
+        if self._rows.num_rows:
+            check_kept(batch, self._content.keep)
         lengths = {name: len(entry) for name, entry in batch.items()}
         if set(lengths.values()) != {len(ids)}:
             raise ValueError(
@@ -371,15 +318,45 @@ class _Fetch:
             )
         return LoadedSamples(ids, batch)
 
-    def _run(self, ids: Tensor, chosen: Tensor, first: int, last: int) -> dict[str, Tensor]:
-        """Run layers first..last-1 on samples with distinct ids, at the positions `chosen`."""
-        if first:
-            batch = {name: taken(row, chosen) for name, row in self._entries.items()}
-        else:
-            batch = self._loaded.of(ids)
-        with self.stats.timed():
-            hidden = self.layers.run(batch, first, last)
-        kept = {name: batch[name] for name in self.content.keep if name in batch}
+    def _computed(
+        self, usable: _Usable, loaded: LoadedSamples, num: int, depth: int, *, keeps: bool
+    ) -> dict[str, Tensor]:
+        """Run all samples that are not as deep as wanted; write and return their rows.
+
+        Rows of the fetch's own samples, the first `num`, are written only if it `keeps` them.
+        """
+        samples, content = usable.samples, self._content
+        entries, given = content.brought_together(
+            samples.found, dict(usable.entries), loaded.entries
+        )
+        loaded = LoadedSamples(loaded.ids, given)
+        row_ids = samples.row_ids if keeps else samples.without_rows(num)
+        # From each depth where samples join to the next: they run through these layers together.
+        for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
+            positions = (samples.found <= first).nonzero().flatten()
+            ids, inverse = each_once(samples.ids[positions])
+            chosen = one_each(positions, len(ids), inverse)
+            if first:
+                batch = {name: taken(row, chosen) for name, row in entries.items()}
+            else:
+                batch = loaded.of(ids)
+            fresh = self._run(batch, first, last)
+            if last == depth:
+                hidden = fresh[HIDDEN]
+                stored = content.stored(hidden)
+                fresh[HIDDEN] = content.restored(stored, hidden.dtype)
+                also = self._checks.digests_of(samples, chosen, usable.digests, loaded)
+                with self._stats.timed():
+                    rows = {**fresh, HIDDEN: stored}
+                    self._rows.write(taken(row_ids, chosen), rows, depth, also)
+            place(entries, positions, fresh, inverse)
+        return entries
+
+    def _run(self, batch: dict[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+        """Run layers first..last-1; return hidden states and the kept entries."""
+        with self._stats.timed():
+            hidden = self._layers.run(batch, first, last)
+        kept = {name: batch[name] for name in self._content.keep if name in batch}
         return {HIDDEN: hidden, **kept}
 
 

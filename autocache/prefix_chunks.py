@@ -30,7 +30,7 @@ RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
 """Runs layers first..last-1 of (batch, first, last) and returns the hidden states."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FoundSamples:
     """Hold a fetch's own samples, then those of later fetches; (B,) int64 each, on the CPU.
 
