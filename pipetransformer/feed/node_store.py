@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -57,17 +57,17 @@ _DEVICE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class _Attempt:
-    """Say what came of trying to share a store; all but the store is equal on all ranks.
+class _Offer:
+    """Say what came of making a store on a node; each node's first rank makes one.
 
     Attributes:
-        store: None on all ranks where one rank has failed.
-        place: where the store is on the first node that has it elsewhere than wished.
+        path: of the store's file; "" where there is none.
+        place: where it is, or was first wished to be.
         cause: why rows are not where they were wished to be; "" where they are.
-        num_fitting: rows for which every node has room.
+        num_fitting: rows for which there is room.
     """
 
-    store: RowStore | None
+    path: str
     place: str
     cause: str
     num_fitting: int
@@ -88,12 +88,12 @@ def share_store(
     if places[0] == Path(TrainConfig.cache_folder):
         with suppress(FileNotFoundError):  # No folder for temporary files can be written to.
             places.append(Path(tempfile.gettempdir()))
-    attempt, held = _share(world, places, layout, num_rows), num_rows
-    cause = attempt.cause
-    if attempt.store is None and _LEAST_SHARE * num_rows <= attempt.num_fitting < num_rows:
-        held = attempt.num_fitting
-        attempt = _share(world, places, layout, held, in_need=True)
-    if world.is_main and attempt.store is None:
+    store, outcome = _share(world, places, layout, num_rows)
+    cause, held = outcome.cause, num_rows
+    if store is None and _LEAST_SHARE * num_rows <= outcome.num_fitting < num_rows:
+        held = outcome.num_fitting
+        store, outcome = _share(world, places, layout, held, in_need=True)
+    if world.is_main and store is None:
         _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", cause)
     elif world.is_main and cause:
         _LOGGER.warning(
@@ -101,10 +101,10 @@ def share_store(
             "cache_dtype= makes rows smaller",
             held,
             num_rows,
-            attempt.place,
+            outcome.place,
             cause,
         )
-    return attempt.store
+    return store
 
 
 def _share(
@@ -114,61 +114,69 @@ def _share(
     num_rows: int,
     *,
     in_need: bool = False,
-) -> _Attempt:
+) -> tuple[RowStore | None, _Offer]:
     """Create a store on every node in the first place that takes it. Collective.
 
     Args:
         in_need: whether the first place, too, must keep some room for others.
+    Returns:
+        None on all ranks where one has failed; and what is to be said of all nodes, equal on all.
     """
-    leader = world.rank % world.slots_per_node == 0
-    store, place, cause, num_fitting = None, str(places[0]), "", num_rows
-    if leader:
-        store, place, cause = _create_in(places, layout, num_rows, in_need=in_need)
-        if store is None:
-            num_fitting = max(_num_fitting(one, layout) for one in places)
+    leads, group = world.rank % world.slots_per_node == 0, world.group
+    store, offer, failure = None, None, ""
     with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
+        if leads:
+            store, offer = _make(places, layout, num_rows, in_need=in_need)
         if store is not None:
             undone.callback(store.close)
-            undone.callback(store.unlink)
-        path = "" if store is None else str(store.path)
-        answers = gather_json([path, place, cause, num_fitting], group=world.group)
+        told = gather_json(offer and asdict(offer), group=group)
         undone.pop_all()
-    leaders = answers[:: world.slots_per_node]  # Each node's first rank.
-    failure = ""
-    if store is None and all(own for own, *_ in leaders):
-        own = leaders[world.rank // world.slots_per_node][0]
-        try:
-            store = RowStore.open(own, layout, num_rows)
-        except (OSError, ValueError) as error:
-            failure = str(error)
-    failures = [text for text in gather_json(failure, group=world.group) if text]
-    # All ranks have opened the file, or given up: it needs no name any more.
-    if leader and store is not None:
+    offers = [_Offer(**one) for one in told if one is not None]  # One of each node.
+    if not leads and all(one.path for one in offers):
+        store, failure = _open(offers[world.rank // world.slots_per_node], layout, num_rows)
+    failures = [text for text in gather_json(failure, group=group) if text]
+    failures += [one.cause for one in offers if not one.path]
+    if store is not None:
+        # All ranks have opened the file, or given up: it needs no name any more.
         store.unlink()
-    failures += [why for own, _, why, _ in leaders if not own]
-    if failures and store is not None:
+    if store is not None and failures:
         store.close()
         store = None
-    causes = [why for _, _, why, _ in leaders if why]
-    elsewhere = [where for _, where, why, _ in leaders if why] or [leaders[0][1]]
-    cause = (failures or causes or [""])[0]
-    return _Attempt(store, elsewhere[0], cause, min(num for *_, num in leaders))
+    return store, _joined(offers, failures)
 
 
-def _create_in(
+def _open(offer: _Offer, layout: RowLayout, num_rows: int) -> tuple[RowStore | None, str]:
+    """Open the store that this node's first rank has made; return why it could not be, too."""
+    try:
+        return RowStore.open(offer.path, layout, num_rows), ""
+    except (OSError, ValueError) as error:
+        return None, str(error)
+
+
+def _joined(offers: Sequence[_Offer], failures: Sequence[str]) -> _Offer:
+    """Return what is to be said of all nodes: of the first where rows are not where wished."""
+    first = next((one for one in offers if one.cause), offers[0])
+    num_fitting = min(one.num_fitting for one in offers)
+    return replace(first, cause=[*failures, first.cause][0], num_fitting=num_fitting)
+
+
+def _make(
     places: Sequence[Path], layout: RowLayout, num_rows: int, *, in_need: bool
-) -> tuple[RowStore | None, str, str]:
-    """Return a store in the first place that takes it, that place, and the others' errors."""
+) -> tuple[RowStore | None, _Offer]:
+    """Make a store in the first place that takes it."""
     causes: list[str] = []
     for place in places:
         try:
             if (in_need or causes) and num_rows > (num := _num_fitting(place, layout)):
                 what = f"{place} has room for {num} rows beside what others need"
                 raise OSError(errno.ENOSPC, what)
-            return _create(place, layout, num_rows), str(place), "; ".join(causes)
+            store = _create(place, layout, num_rows)
         except OSError as error:
             causes.append(str(error))
-    return None, "", "; ".join(causes)
+        else:
+            return store, _Offer(str(store.path), str(place), "; ".join(causes), num_rows)
+    num_fitting = max(_num_fitting(one, layout) for one in places)
+    return None, _Offer("", str(places[0]), "; ".join(causes), num_fitting)
 
 
 def _num_fitting(place: Path, layout: RowLayout) -> int:
