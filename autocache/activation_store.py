@@ -168,7 +168,7 @@ class ActivationStore(ABC):
 
 
 class StoreProxy(ActivationStore):
-    """Pass every call on to the store within; a subclass has those that it answers otherwise."""
+    """Pass calls on to the store within, but those that every store over another changes."""
 
     def __init__(self, within: ActivationStore) -> None:
         super().__init__(within.layout, within.num_rows)
@@ -194,11 +194,6 @@ class StoreProxy(ActivationStore):
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         return self._within.find(ids, stamps)
 
-    def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
-    ) -> RowRead:
-        return self._within.read(ids, stamps, into=into, in_background=in_background)
-
     def expect(self, ids: Tensor) -> None:
         self._within.expect(ids)
 
@@ -208,22 +203,8 @@ class StoreProxy(ActivationStore):
     def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
         return self._within.buffers(num, pinned=pinned)
 
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
-        self._within.write(ids, stamp, rows, lengths, also=also)
-
     def clear(self, ids: Tensor) -> None:
         self._within.clear(ids)
 
     def settle(self) -> None:
         self._within.settle()
-
-    def close(self) -> None:
-        self._within.close()

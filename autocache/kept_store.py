@@ -183,7 +183,7 @@ class KeptStore(StoreProxy):
     def _set_of(self, stamp: int) -> OpenSet | None:
         """Return the open set of a stamp; None where there is none, or it has other rows."""
         if stamp not in self._sets:
-            self._sets[stamp] = self._found(stamp)
+            self._sets[stamp] = self._opened(stamp, makes=False)
         return self._sets[stamp]
 
     def _set_to_write(self, stamp: int) -> OpenSet | None:
@@ -195,26 +195,20 @@ class KeptStore(StoreProxy):
             before.close()
             with suppress(OSError):  # Somebody has removed it.
                 self._kept.sets.remove(before.folder.name)
-        self._edited, self._sets[stamp] = stamp, self._made(stamp)
+        self._edited, self._sets[stamp] = stamp, self._opened(stamp, makes=True)
         return self._sets[stamp]
 
-    def _found(self, stamp: int) -> OpenSet | None:
+    def _opened(self, stamp: int, *, makes: bool) -> OpenSet | None:
+        kept, made_from = self._kept, self._kept.made_at(stamp)
+        found: OpenSet | None
         try:
-            return self._fitting(self._kept.sets.find(self._kept.made_at(stamp), self.layout))
+            if makes:
+                found = kept.sets.obtain(made_from, self.layout, self.num_rows, kept.about)
+            else:
+                found = kept.sets.find(made_from, self.layout)
         except OSError as error:
-            _LOGGER.warning("kept rows are not read: %s", error)
+            _LOGGER.warning("rows are not %s: %s", "kept" if makes else "read", error)
             return None
-
-    def _made(self, stamp: int) -> OpenSet | None:
-        kept = self._kept
-        try:
-            made = kept.sets.obtain(kept.made_at(stamp), self.layout, self.num_rows, kept.about)
-        except OSError as error:
-            _LOGGER.warning("rows are not kept: %s", error)
-            return None
-        return self._fitting(made)
-
-    def _fitting(self, found: OpenSet | None) -> OpenSet | None:
         if found is not None and found.store.num_rows != self.num_rows:
             # A set with less room has its rows for other samples.
             found.close()

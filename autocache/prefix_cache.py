@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -265,8 +265,8 @@ class PrefixCache:
                 more = self._rows.read(samples.row_ids[num:], depth)
                 more.rows[HIDDEN] = self._layers.send(more.rows[HIDDEN])
                 read = read.joined(more)
-            samples = replace(samples, found=self._rows.usable(read.depth, depth))
-            rows, content = dict(read.rows), self._content
+            samples = samples.found_at(self._rows.usable(read.depth, depth))
+            rows, content = read.rows, self._content
             digests = rows.pop(DIGEST, NOTHING[0])
             changed = self._checks.of_other_samples(samples, digests)
             if content.changed is not None:
@@ -283,7 +283,7 @@ class PrefixCache:
         if not len(positions):
             return samples
         self._rows.clear(samples.row_ids[positions])
-        return replace(samples, found=samples.found.index_fill(0, positions, 0))
+        return samples.found_at(samples.found.index_fill(0, positions, 0))
 
     def _load_samples(self, usable: _Usable, load: Load) -> tuple[_Usable, LoadedSamples]:
         """Load the samples that miss, and some to compare; return the rows that are usable still.
@@ -301,8 +301,8 @@ class PrefixCache:
         # Counted only now: workers may start within `load`, and foresee this very fetch.
         self._reads += samples.num_found
         if checks.are_current(samples.ids[checked], digests[checked], loaded):
-            return replace(usable, samples=samples), loaded
-        samples = replace(samples, found=torch.zeros_like(samples.found))
+            return _Usable(samples, usable.entries, digests), loaded
+        samples = samples.found_at(torch.zeros_like(samples.found))
         return _Usable(samples), self._load(load, each_once(samples.ids)[0])
 
     def _load(self, load: Load, ids: Tensor) -> LoadedSamples:

@@ -45,6 +45,9 @@ class FoundSamples:
     def num_found(self) -> int:
         return int((self.found > 0).sum())
 
+    def found_at(self, depths: Tensor) -> FoundSamples:
+        return FoundSamples(self.ids, self.row_ids, depths)
+
     def without_rows(self, num: int) -> Tensor:
         """Return the row ids, with none for the first samples."""
         return self.row_ids.index_fill(0, torch.arange(num), _NO_ROW)

@@ -25,7 +25,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -332,23 +332,20 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
     """
     _, layout, facts = _read_about(folder)
     num_rows = facts["num_rows"]
-    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with ExitStack() as undone:
+        own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        undone.callback(os.close, own)
         if not _lock(own, fcntl.LOCK_SH):
             raise ValueError(f"{folder} is being removed")
         file = os.open(folder / _ROWS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            mapping = FileShape(layout, num_rows).open(folder / _ROWS)
-            store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping)
-            if store.is_condemned():
-                raise ValueError("they were found to be wrong")
-            return OpenSet(folder, store, (own, file), is_used=is_used)
-        except BaseException:
-            os.close(file)
-            raise
-    except BaseException:
-        os.close(own)
-        raise
+        undone.callback(os.close, file)
+        mapping = FileShape(layout, num_rows).open(folder / _ROWS)
+        store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping)
+        if store.is_condemned():
+            raise ValueError("they were found to be wrong")
+        found = OpenSet(folder, store, (own, file), is_used=is_used)
+        undone.pop_all()
+    return found
 
 
 def _described(made_from: MadeFrom, layout: RowLayout) -> dict[str, Any]:
