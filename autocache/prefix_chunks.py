@@ -46,6 +46,7 @@ class FoundSamples:
         return int((self.found > 0).sum())
 
     def found_at(self, depths: Tensor) -> FoundSamples:
+        """Return the same samples, whose rows are found at other (B,) depths."""
         return FoundSamples(self.ids, self.row_ids, depths)
 
     def without_rows(self, num: int) -> Tensor:
