@@ -48,16 +48,16 @@ from tests.helpers.tiny_scripts import write_squad
 def test_a_killed_run_goes_on_with_its_own_options_alone(tmp_path: Path) -> None:
     # It went on with others, and its summary said so of the whole run.
     saves = ("--checkpoint_every_epochs", "1")
-    step, killed = Trainer.step, tmp_path / "killed"
+    train, killed = Trainer._train, tmp_path / "killed"
 
     def dies(at: int, trainer: Trainer) -> Any:
         if trainer.global_step == at:
             raise KeyboardInterrupt
-        return step(trainer)
+        return train(trainer)
 
     for at in (3, 9):  # Where there are decisions alone, and then behind a checkpoint.
         dying = functools.partialmethod(functools.partial(dies, at))
-        with mock.patch.object(Trainer, "step", dying), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Trainer, "_train", dying), pytest.raises(KeyboardInterrupt):
             smoke(killed, *saves)
         for option, value in (("learning_rate", "1e-2"), ("freeze", "schedule:0,1")):
             with pytest.raises(ValueError, match=f"holds a killed run with another {option}; "):
