@@ -140,7 +140,7 @@ def test_module_and_random_state_are_left_as_found_where_a_layer_fails(balance: 
     assert found_in(module) == before
 
 
-# Algorithms and limits -------------------------------------------------------------------------
+# The split --------------------------------------------------------------------------------------
 
 
 class Costing(Timed):
@@ -159,53 +159,12 @@ def costing(clock: Clock, *costs: float) -> nn.Sequential:
 
 @both
 @pytest.mark.parametrize(
-    ("algorithm", "expected"), [("exact", [1, 1, 2]), ("block", [2, 1, 1]), ("greedy", [1, 2, 1])]
+    ("costs", "expected"), [((1, 6, 1, 3), [1, 1, 2]), ((9, 1, 1, 1, 1), [1, 2, 2])]
 )
-def test_each_algorithm_splits_its_own_way_in_the_published_unit(
-    clock: Clock, balance: Balance, algorithm: str, expected: list[int]
+def test_dearest_partition_is_cheapest_and_the_others_are_even(
+    clock: Clock, balance: Balance, costs: tuple[int, ...], expected: list[int]
 ) -> None:
-    module = costing(clock, 1, 6, 1, 3)
-    assert balance(3, module, torch.rand(0), algorithm=algorithm) == expected
-
-
-@both
-def test_empty_partition_of_the_greedy_algorithm_is_refused(
-    clock: Clock, balance: Balance
-) -> None:
-    with pytest.raises(
-        ValueError, match=r"'greedy' leaves partition 1 empty, its balance is \[3, 0\]"
-    ):
-        balance(2, costing(clock, 0.1, 0.1, 9), torch.rand(0), algorithm="greedy")
-
-
-@both
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        (None, [3, 1]),
-        (10_000_000, [3, 1]),
-        ([2_500_000, 10_000_000], [2, 2]),
-        ((1_500_000, 10_000_000), [1, 3]),
-    ],
-)
-def test_partitions_stay_within_their_memory_limits(
-    clock: Clock, balance: Balance, limits: Any, expected: list[int]
-) -> None:
-    module = costing(clock, 1, 1, 1, 3)
-    assert balance(2, module, torch.rand(0), memory_limit_bytes=limits) == expected
-
-
-@both
-def test_limits_that_no_split_keeps_are_refused_with_the_numbers(
-    clock: Clock, balance: Balance
-) -> None:
-    # Each layer's scale parameter adds 2 * 4 bytes.
-    with pytest.raises(
-        ValueError,
-        match=r"no split of 2 layers into 2 partitions keeps within memory_limit_bytes "
-        r"\[3000000, 3000000\]: the layers need 4000016 bytes together, layer 1 alone 3000008",
-    ):
-        balance(2, costing(clock, 1, 3), torch.rand(0), memory_limit_bytes=3_000_000)
+    assert balance(3, costing(clock, *costs), torch.rand(0)) == expected
 
 
 # Refusals --------------------------------------------------------------------------------------
@@ -217,13 +176,6 @@ def test_limits_that_no_split_keeps_are_refused_with_the_numbers(
     [
         ({"partitions": 0}, "6 layers cannot fill 0 partitions; choose from 1 to 6"),
         ({"partitions": 7}, "6 layers cannot fill 7 partitions; choose from 1 to 6"),
-        ({"algorithm": "best"}, "must be one of exact, greedy, block, got 'best'"),
-        (
-            {"algorithm": "block", "memory_limit_bytes": 9},
-            "memory_limit_bytes needs algorithm 'exact', got 'block'",
-        ),
-        ({"memory_limit_bytes": [9, 9, 9]}, r"one for each of the 2 partitions, got \[9, 9, 9\]"),
-        ({"memory_limit_bytes": 0}, "must be one positive number.*got 0"),
         ({"device": "meta"}, "module and sample are on cpu, but device is meta"),
     ],
 )
