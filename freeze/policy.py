@@ -16,7 +16,7 @@ PROBE_SIGNALS = frozenset({"probe_cka", "probe_change"})
 """Signals that need a forward of the probe batch at each decision."""
 
 MEASURED_SIGNALS = PROBE_SIGNALS | frozenset(
-    {"gradient_norm", "gradient_l1", "accumulated_gradient", "relative_update"}
+    {"gradient_norm", "accumulated_gradient", "relative_update"}
 )
 """All signals; the Trainer measures those that the policy or the setting `signals` asks for."""
 
@@ -32,7 +32,6 @@ class LayerStats:
         index: 0..L-1 from the bottom; the embedding is part of layer 0, the head is no layer.
         gradient_norm: root of the mean over the steps of the squared norm of the gradient.
         relative_update: norm of the weights' change over their norm, per step.
-        gradient_l1: mean over the steps of the gradient's L1 norm.
         accumulated_gradient: L1 norm of the sum of the steps' gradients.
         probe_cka, probe_change: linear CKA, and similarity-preserving loss, between the layer's
             outputs for the probe batch now and at the start of the run.
@@ -43,7 +42,6 @@ class LayerStats:
     num_parameters: int
     gradient_norm: float | None = None
     relative_update: float | None = None
-    gradient_l1: float | None = None
     accumulated_gradient: float | None = None
     probe_cka: float | None = None
     probe_change: float | None = None

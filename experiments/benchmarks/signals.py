@@ -45,7 +45,7 @@ from pipetransformer import Trainer
 
 BARS = Bars(most={"certain_cost": 0.01})
 NONE, CONTROL, ALL = "none", "none again", "all but the probe's"
-IN_STEPS = ("gradient_l1", "accumulated_gradient", "relative_update")
+IN_STEPS = ("accumulated_gradient", "relative_update")
 PROBE = "probe_cka"
 SIGNALS: dict[str, tuple[str, ...]] = {
     NONE: (),

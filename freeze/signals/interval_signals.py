@@ -32,7 +32,7 @@ class IntervalSignals:
     def __init__(self, parameters: Parameters, wanted: frozenset[str] = frozenset()) -> None:
         lists = {name: list(own.values()) for name, own in parameters.items()}
         self._wanted = wanted
-        self._gradients = GradientSignals(lists, absolute="gradient_l1" in wanted)
+        self._gradients = GradientSignals(lists)
         self._changes = WeightChanges(parameters) if "relative_update" in wanted else None
         self._sums = GradientSums(parameters) if "accumulated_gradient" in wanted else None
         kept: dict[str, KeptTensors | None] = {_BEFORE: self._changes, _SUM: self._sums}
@@ -68,9 +68,9 @@ class IntervalSignals:
     def measured(self) -> dict[str, Any]:
         """Return the interval's sums so far, by sublayer; waits for the device.
 
-        "squared_sums" and "absolute_sums" are of gradients over steps, "sum" is the L1 norm of
-        their sum. "moved" and "size" are squared norms of the weights' change, and of the weights
-        before. "num_steps" counts steps with finite gradients.
+        "squared_sums" are of gradients over steps, "sum" is the L1 norm of their sum. "moved" and
+        "size" are squared norms of the weights' change, and of the weights before. "num_steps"
+        counts steps with finite gradients.
         """
         found = self._gradients.state()
         if not found["num_steps"]:
@@ -146,11 +146,10 @@ def layer_values(
     }
     steps = measured.get("num_steps", 0)
     nothing = (None,) * num_layers
-    squares, absolute = sums.get("squared_sums", nothing), sums.get("absolute_sums", nothing)
+    squares = sums.get("squared_sums", nothing)
     moved, size = sums.get("moved", nothing), sums.get("size", nothing)
     values = {
         "gradient_norm": [None if one is None else math.sqrt(one / steps) for one in squares],
-        "gradient_l1": [None if one is None else one / steps for one in absolute],
         "accumulated_gradient": list(sums.get("sum", nothing)),
         "relative_update": [
             # Without a gradient a layer moves by weight decay alone.

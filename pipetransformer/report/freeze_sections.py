@@ -23,7 +23,6 @@ from pipetransformer.report.records import Record, finite, of_kind
 
 _SIGNAL_TITLES = {
     "gradient_norm": "Gradient norm",
-    "gradient_l1": "Gradient, L1",
     "accumulated_gradient": "Accumulated gradient, L1",
     "relative_update": "Relative update a step",
     "probe_cka": "CKA with the start",

@@ -338,7 +338,9 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
 
 
 def _read(record: Record, seconds: Sequence[float | None]) -> RecordedDecision:
-    sizes, signals = record["parameters"], record["signals"]
+    sizes = record["parameters"]
+    # Older runs may have recorded signals that are no longer measured.
+    signals = {name: own for name, own in record["signals"].items() if name in _SIGNALS}
     layers = tuple(
         LayerStats(f"layer {i}", i, size, **{name: own[i] for name, own in signals.items()})
         for i, size in enumerate(sizes)

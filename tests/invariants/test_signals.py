@@ -26,7 +26,6 @@ from tests.helpers.scenario import Scenario, Shape, build_adamw, slow_start
 
 SIGNALS = (
     "gradient_norm",
-    "gradient_l1",
     "accumulated_gradient",
     "relative_update",
     "probe_cka",
@@ -160,14 +159,13 @@ def _summary(  # noqa: PLR0913
         torch.stack([torch.arange(steps).double(), torch.ones(steps).double()], dim=1),
         torch.tensor(losses, dtype=torch.float64)[:, None],
     ).solution[0])  # fmt: skip
-    for name in SIGNALS[:4]:
+    for name in SIGNALS[:3]:
         found[name] = []
     for layer in range(num_layers):
         own = [i for i, (name, _) in enumerate(named) if layer_of[name] == layer]
         by_step = [torch.cat([g[i][0].flatten() for i in own]) for g in gradients]
         squares = sum(float(g.square().sum()) for g in by_step) / steps
         found["gradient_norm"].append(math.sqrt(squares))
-        found["gradient_l1"].append(sum(float(g.abs().sum()) for g in by_step) / steps)
         found["accumulated_gradient"].append(float(torch.stack(by_step).sum(0).abs().sum()))
         moved = torch.cat([(named[i][1] - before[named[i][0]]).flatten() for i in own])
         was = torch.cat([before[named[i][0]].flatten() for i in own])
