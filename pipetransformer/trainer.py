@@ -186,7 +186,6 @@ class Trainer:
             samples_of(task, train_dataset),
             to_come=self._own_to_come,
             keeps=config.cache_views or 1,
-            augments=True,
         )
         self._deployment = Deployment(task, world, self._feed)
         self._evaluator = Evaluator(

@@ -231,10 +231,6 @@ class TrainConfig:
     cache_views: Annotated[int | None, rules.COUNT] = None
     """Fixed views V of each sample of a training set that is augmented at random: epoch e reads
     view e modulo V. None takes a new view in each epoch, which is not cached."""
-    augment_hidden: Annotated[Callable[[Tensor], Tensor] | None, rules.FUNCTION] = None
-    """Changes what frozen layers return of a training sample, (S, D) for S positions, each time it
-    is trained on, as augmentation that the cache survives: noise, say. It returns the same shape
-    and dtype. It draws from torch, numpy or random, seeded by seed, epoch and index."""
     prefix_chunk: Annotated[int | None, rules.COUNT] = None
     """Samples that the frozen prefix runs at a time, cached or not. None is a rank's share of the
     batch, on CPUs rounded up to a multiple of 8, and at most 32."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from autocache import (
-    HIDDEN,
     ActivationStore,
     CacheStats,
     KeptRows,
@@ -24,10 +23,8 @@ from autocache import (
     RowContent,
     RowLayout,
     RowSets,
-    by_position,
-    own_lengths,
 )
-from autodp import broadcast_json, gather_json, mix_seed
+from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
 from pipetransformer.config import CollateFunction
 from pipetransformer.feed.collation import Batch, Collation
@@ -42,7 +39,7 @@ from pipetransformer.feed.node_store import (
     share_kept,
     warn_of_others,
 )
-from pipetransformer.feed.random_numbers import own_random_numbers, seed_all
+from pipetransformer.feed.random_numbers import own_random_numbers
 from pipetransformer.feed.row_block import RowBlock, hit_together
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.samples import Samples, SizedDataset
@@ -123,7 +120,6 @@ class SampleFeed:
     Args:
         to_come: what fetches will ask for; workers read it ahead.
         keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
-        augments: whether `augment_hidden` changes what frozen layers return, as in training.
 
     Attributes:
         copies: whether a batch stays what it is; else the fetch after the next may change it.
@@ -140,14 +136,12 @@ class SampleFeed:
         *,
         to_come: Coming = tuple,
         keeps: int = 1,
-        augments: bool = False,
     ) -> None:
         self.prefix, self.copies, self.is_undisturbed = prefix, False, False
         self.advice = (
             "The Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
             "says that none are to be kept, its eval_collate_fn= how evaluations' batches are made"
         )
-        self._augment = prefix.task.config.augment_hidden if augments else None
         self.dataset = samples.dataset
         self.samples, self._task, self._world = samples, prefix.task, world
         self._to_come = to_come
@@ -354,8 +348,8 @@ class SampleFeed:
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
         coming = coming or Fetch(epoch, ids)
         if (block := self._read_block(coming)) is not None:
-            return self._handed_over(block, *block.take(), ids, epoch)
-        return self._augmented(self._fetch_one(self._cache, coming, keeps=keeps), ids, epoch)
+            return self._handed_over(block, *block.take())
+        return self._fetch_one(self._cache, coming, keeps=keeps)
 
     def take_read(self, ids: Tensor, *, epoch: int) -> Batch | None:
         """Return what an earlier fetch has read for this one; None for nothing of use."""
@@ -374,15 +368,13 @@ class SampleFeed:
         changed = None if self.is_undisturbed else self._rows.content.changed
         if changed is not None and bool(changed(ids, batch).any()):
             return None  # A label was corrected since the read.
-        return self._handed_over(block, batch, stats, ids, epoch)
+        return self._handed_over(block, batch, stats)
 
-    def _handed_over(
-        self, block: RowBlock, batch: Batch, stats: CacheStats, ids: Tensor, epoch: int
-    ) -> Batch:
+    def _handed_over(self, block: RowBlock, batch: Batch, stats: CacheStats) -> Batch:
         """Count what was taken of a block, and hold what is left of it."""
         self._block = block if block.has_more else None
         self._stats += stats
-        return self._augmented(batch, ids, epoch)
+        return batch
 
     def _read_block(self, coming: Fetch) -> RowBlock | None:
         """Read the rows of several fetches at once where that is of use, and they are there."""
@@ -486,27 +478,6 @@ class SampleFeed:
             most = max(part[positions.mask].shape[1] for part in parts)
             parts = [positions.bring(part, most) for part in parts]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-    def _augmented(self, batch: Batch, ids: Tensor, epoch: int) -> Batch:
-        if self._augment is None:
-            return batch
-        hidden, mask = batch[HIDDEN], self._rows.content.padding_mask
-        lengths = torch.full_like(ids, hidden.shape[1] if hidden.ndim > 1 else 0)
-        if mask is not None and by_position(hidden, batch[mask].shape[1]):
-            lengths = own_lengths(batch[mask])  # How much padding follows depends on the batch.
-        changed = hidden.clone()
-        with own_random_numbers(self._world.device):
-            for place, (index, num) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
-                seed_all(mix_seed(self._task.config.seed, epoch, index), self._world.device)
-                own = changed[place, :num] if num else changed[place]
-                new = self._augment(own.clone())
-                if new.shape != own.shape or new.dtype != own.dtype:
-                    raise ValueError(
-                        f"augment_hidden made {tuple(new.shape)} {new.dtype} of a sample's "
-                        f"{tuple(own.shape)} {own.dtype}; return the same shape and dtype"
-                    )
-                own.copy_(new)
-        return {**batch, HIDDEN: changed}
 
     def read_ahead(self, ids: Tensor, *, epoch: int) -> None:
         if self._cache is None or self._store is None or not self._uses_store:

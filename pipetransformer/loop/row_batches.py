@@ -94,7 +94,6 @@ class RowBatches:
             known.samples,
             to_come=self._fetches_to_come,
             keeps=self._task.config.cache_views or 1,
-            augments=True,
         )
         self.feed.copies = True  # A loop may keep its batches.
         self.feed.advice = _IF_RANDOM

@@ -14,8 +14,8 @@ from pipetransformer.config import TrainConfig, make_config
 
 SETTINGS = (
     "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
-    "cache_device", "cache_check", "cache_views", "augment_hidden", "prefix_chunk", "precision",
-    "seed", "tied_weights",
+    "cache_device", "cache_check", "cache_views", "prefix_chunk", "precision", "seed",
+    "tied_weights",
 )  # fmt: skip
 """Fields of `TrainConfig` that a loop may set."""
 

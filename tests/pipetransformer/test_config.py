@@ -85,7 +85,6 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "early_stopping_threshold": (-0.1, None, "0.1", math.nan),
     "callbacks": (None, print, "TensorBoard"),
     "cache_folder": (None, 3),
-    "augment_hidden": ("noise", 1),
     "cache_keep": (None, 1, "yes"),
     "cache_fingerprint": (3, True),
     "metrics": (len, {"f1": 0.5}, {1: len}, {"loss": len}, {"epoch": len}),
