@@ -58,7 +58,7 @@ from pipetransformer.errors import (
 from pipetransformer.loop import CachedLoop, FreezeAdvice, attach
 from pipetransformer.model import LayeredModel, Sublayer, adamw, named_optimizer, register_adapter
 from pipetransformer.processes import launch
-from pipetransformer.report import Callback, FitReport, TensorBoard
+from pipetransformer.report import Callback, FitReport
 from pipetransformer.stage import EvalPrediction, PredictionOutput, StepResult
 from pipetransformer.trainer import Trainer
 
@@ -74,7 +74,7 @@ __all__ = [
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
     "Replay", "Ring", "Shadow", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",
-    "TensorBoard", "TimeBudget", "Trace", "TrainConfig", "Trainer", "Verification",
+    "TimeBudget", "Trace", "TrainConfig", "Trainer", "Verification",
     "VerificationError", "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup",
     "fastest_plan", "flatten_sequential", "is_checkpointing", "is_recomputing", "launch",
     "named_optimizer", "named_schedule", "polynomial_with_warmup", "published_plan",

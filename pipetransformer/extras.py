@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 _EXTRAS = {
     "plotly": "report",
-    "tensorboard": "report",
     "timm": "vision",
     "transformers": "text",
     "accelerate": "text",

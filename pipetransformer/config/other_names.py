@@ -51,7 +51,7 @@ _ANSWERS: Mapping[str, str] = {
     "folder": "output_dir default_root_dir save_dir logging_dir",
     "label": "run_name",
     "progress": "disable_tqdm enable_progress_bar",
-    "callbacks=[TensorBoard()], or a Callback with on_log; records.jsonl in folder has all":
+    "folder, for TensorBoard and records.jsonl, or a Callback with on_log":
         "report_to logger loggers logging_steps log_every_n_steps",
     "collate_fn": "data_collator collator",
     "collate_fn, which pads, and save_pretrained(folder, tokenizer)": "tokenizer processing_class",

@@ -5,7 +5,7 @@ run_sums          what they add up to
 records           records.jsonl, written and read; decisions among them
 progress          the bar
 fit_report        the table at the end, and closing lines
-callbacks         events for the user's callbacks; tensorboard is one of these
+callbacks         events for the user's callbacks
 score             what policies would have frozen in a recorded run, and saved
 page              report.html; sections, freeze_sections and trace_section are its parts
 """
@@ -24,11 +24,10 @@ from pipetransformer.report.records import (
 )
 from pipetransformer.report.run_log import RunLog
 from pipetransformer.report.score import add_score_parser, recorded_score, score
-from pipetransformer.report.tensorboard import TensorBoard
 
 __all__ = [
     "Callback", "Events", "FitReport", "PAGE_FILE", "RECORDS_FILE", "Record", "RecordedDecision",
-    "RunLog", "TensorBoard", "add_score_parser", "check_callbacks", "finite", "latest_branch",
+    "RunLog", "add_score_parser", "check_callbacks", "finite", "latest_branch",
     "read_decisions", "read_records", "recorded_score", "run_is_over", "score", "watch_page",
     "write_page",
 ]  # fmt: skip

@@ -83,7 +83,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "metric_for_best_model": (None, 3),
     "greater_is_better": ("yes", 2),
     "early_stopping_threshold": (-0.1, None, "0.1", math.nan),
-    "callbacks": (None, print, "TensorBoard"),
+    "callbacks": (None, print, "Diary"),
     "cache_folder": (None, 3),
     "cache_keep": (None, 1, "yes"),
     "cache_fingerprint": (3, True),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import Tensor, nn
@@ -21,7 +18,6 @@ from pipetransformer import (
     Decision,
     FitReport,
     StepResult,
-    TensorBoard,
     Trainer,
 )
 from tests.helpers.models import tiny_data, tiny_model
@@ -260,68 +256,3 @@ def test_ranks_with_other_callbacks_are_refused(two_ranks: Pool) -> None:
 def test_what_is_no_callback_is_refused(callback: Any) -> None:
     with pytest.raises(TypeError, match=r"callbacks\[0\] is .*; give instances of Callback"):
         trainer_of(callback)
-
-
-def test_tensorboard_shows_steps_and_metrics(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with trainer_of(TensorBoard(tmp_path)) as trainer:
-        trainer.fit()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    of_steps = (
-        *("loss", "learning_rate", "gradient_norm", "samples_per_s"),
-        *("frozen_layers", "stages", "replicas"),
-    )
-    tags = [*(f"train/{name}" for name in of_steps), "evaluation/accuracy", "evaluation/loss"]
-    assert sorted(events.Tags()["scalars"]) == sorted(tags)
-    frozen = [event.value for event in events.Scalars("train/frozen_layers")]
-    assert frozen == [0.0] * 3 + [1.0] * 3
-    last = events.Scalars("evaluation/loss")[-1]
-    assert (last.step, last.value) == (6, pytest.approx(trainer.report.metrics["loss"]))
-
-
-def test_tensorboard_is_written_also_where_steps_are_taken_one_by_one(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with trainer_of(TensorBoard(tmp_path)) as trainer:
-        trainer.step()
-    del trainer
-    gc.collect()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert len(events.Scalars("train/loss")) == 1
-
-
-@pytest.mark.parametrize("at", ["start", "step", "end"])
-def test_a_disk_that_is_full_costs_tensorboard_s_events_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: str
-) -> None:
-    class Full:
-        """Stand for a writer to a full disk."""
-
-        def __init__(self, folder: str) -> None:
-            self.write(at == "start")
-
-        def add_scalar(self, *given: Any) -> None:
-            self.write(at == "step")
-
-        def close(self) -> None:
-            self.write(at == "end")
-
-        def write(self, is_full: bool) -> None:
-            if is_full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with mock.patch("torch.utils.tensorboard.SummaryWriter", Full):
-        with trainer_of(TensorBoard(tmp_path)) as trainer:
-            trainer.fit()
-    assert trainer.global_step == 6
-    texts = [text for text in caplog.messages if "TensorBoard" in text]
-    assert len(texts) == 1 and "[Errno 28] No space left on device" in texts[0]
-
-
-def test_a_missing_tensorboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipetransformer.extras.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"install pipetransformer\[report\]"):
-        TensorBoard()
