@@ -8,18 +8,18 @@ from collections.abc import Callable
 from freeze.policy import FreezeContext
 
 
-def grown(context: FreezeContext, most: float, is_quiet: Callable[[int], bool]) -> int:
+def grown(context: FreezeContext, is_quiet: Callable[[int], bool]) -> int:
     """Return how many layers are frozen once the quiet layers above freeze, too.
 
-    A layer without trainable weights freezes with the next layer above that has some.
+    A layer without trainable weights freezes with the next layer above that has some. The last
+    layer never freezes.
 
     Args:
-        most: layers from this index on never freeze.
         is_quiet: asked for layers with weights, from the bottom, until one is not quiet.
     """
     num_frozen = context.num_frozen
-    for layer in context.layers[num_frozen:]:
-        if layer.index >= most or (layer.num_parameters and not is_quiet(layer.index)):
+    for layer in context.layers[num_frozen:-1]:
+        if layer.num_parameters and not is_quiet(layer.index):
             break
         if layer.num_parameters:
             num_frozen = layer.index + 1
@@ -35,11 +35,6 @@ def checked_alpha(alpha: float) -> float:
     if not 0 < alpha < 1:
         raise ValueError(f"alpha is {alpha}; give a number between 0 and 1, e.g. 1 / 3")
     return alpha
-
-
-def checked_limit(max_frozen: int | None) -> float:
-    """Return the largest number of frozen layers; infinity for None."""
-    return math.inf if max_frozen is None else checked_count("max_frozen", max_frozen)
 
 
 def metric_sign(name: str, greater_is_better: bool | None) -> int:

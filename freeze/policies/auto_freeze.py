@@ -7,7 +7,7 @@ from typing import final
 
 import numpy as np
 
-from freeze.policies.arguments import checked_count, checked_limit, grown
+from freeze.policies.arguments import grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -22,25 +22,19 @@ class AutoFreeze(FreezePolicy):
 
     Args:
         percentile: 0..100, of the active layers' changes; 50 is the median.
-        min_active: layers that never freeze.
-        max_frozen: largest number of frozen layers; None sets no limit of its own.
     Raises:
-        TypeError, ValueError: an argument is out of its range.
+        ValueError: the percentile is out of its range.
     Source: AutoFreeze (2021), which decides 20 times a run (freeze_interval_share=0.05) and loses
-        the optimizer's moments then; `min_active` and `max_frozen` are ours.
+        the optimizer's moments then. That the last layer stays active is ours.
     """
 
     signals = frozenset({"accumulated_gradient"})
     _remembered = ("before",)
 
-    def __init__(
-        self, percentile: float = 50.0, *, min_active: int = 1, max_frozen: int | None = None
-    ) -> None:
+    def __init__(self, percentile: float = 50.0) -> None:
         if not 0 <= percentile <= 100:
             raise ValueError(f"percentile is {percentile}; give 0..100")
         self._percentile = percentile
-        self._min_active = checked_count("min_active", min_active)
-        self._max_frozen = checked_limit(max_frozen)
         self._before: list[float | None] = []
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
@@ -51,8 +45,7 @@ class AutoFreeze(FreezePolicy):
         if not changes:
             return None
         limit = float(np.percentile(list(changes.values()), self._percentile))
-        most = min(context.num_layers - self._min_active, self._max_frozen)
-        num_frozen = grown(context, most, lambda layer: changes.get(layer, math.inf) < limit)
+        num_frozen = grown(context, lambda layer: changes.get(layer, math.inf) < limit)
         found = changes.get(num_frozen)
         said = "not measured" if found is None else f"{found:.3g}"
         text = f"gradients changed by less than {limit:.3g}; layer {num_frozen}: {said}"

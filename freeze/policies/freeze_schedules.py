@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from freeze.policies.arguments import checked_alpha, checked_count, checked_limit, rounded_up
+from freeze.policies.arguments import checked_alpha, checked_count, rounded_up
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -69,29 +69,22 @@ class FreezeSchedule(FreezePolicy):
 class AlphaSchedule(FreezePolicy):
     """Freeze by epoch as the paper's rule does when the gradients never hold it back.
 
-    L_f(T) = L * (1 - (1 - alpha)^T), with T = epoch - start_epoch + 1.
+    L_f(T) = L * (1 - (1 - alpha)^T), where T is the epoch, from 0.
 
     Args:
         alpha: share of the active layers that freezes per epoch, between 0 and 1, exclusive.
-        start_epoch: the first epoch with frozen layers.
-        max_frozen: largest number of frozen layers; None allows all of them.
     Raises:
-        TypeError: `start_epoch` or `max_frozen` is not an int.
-        ValueError: an argument is out of its range.
+        ValueError: alpha is out of its range.
     """
 
-    def __init__(
-        self, alpha: float, *, start_epoch: int = 1, max_frozen: int | None = None
-    ) -> None:
+    def __init__(self, alpha: float) -> None:
         self._alpha = checked_alpha(alpha)
-        self._start_epoch = checked_count("start_epoch", start_epoch)
-        self._max_frozen = checked_limit(max_frozen)
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        num_decisions = max(0, context.epoch - self._start_epoch + 1)
-        level = context.num_layers * (1 - (1 - self._alpha) ** num_decisions)
-        num_frozen = rounded_up(min(level, self._max_frozen))
-        return FreezeDecision(num_frozen, f"closed form: L_f({num_decisions}) = {level:.3f}")
+        level = context.num_layers * (1 - (1 - self._alpha) ** context.epoch)
+        return FreezeDecision(
+            rounded_up(level), f"closed form: L_f({context.epoch}) = {level:.3f}"
+        )
 
 
 @final
@@ -99,26 +92,20 @@ class Linear(FreezePolicy):
     """Freeze layers one after the other, at equal distances over a part of the run.
 
     Args:
-        begin, end: shares of the run, 0 <= begin < end <= 1, at which the first and the last
-            layer freezes.
-        max_frozen: layers frozen at the end; None leaves the last layer active.
+        begin, end: shares of the run, 0 <= begin < end <= 1, at which the first layer and the
+            last but one freeze. The last one stays active.
     Raises:
-        TypeError: `max_frozen` is not an int.
         ValueError: an argument is out of its range.
     Source: FreezeOut's times (2017), not cubed; `end` is ours, and learning rates stay the run's.
     """
 
-    def __init__(
-        self, *, begin: float = 0.1, end: float = 0.8, max_frozen: int | None = None
-    ) -> None:
+    def __init__(self, *, begin: float = 0.1, end: float = 0.8) -> None:
         if not 0 <= begin < end <= 1:
             raise ValueError(f"begin is {begin} and end {end}; give shares, 0 <= begin < end <= 1")
         self._begin, self._end = begin, end
-        self._max_frozen = None if max_frozen is None else checked_limit(max_frozen)
 
     def decide(self, context: FreezeContext) -> FreezeDecision:
-        most = context.num_layers - 1 if self._max_frozen is None else self._max_frozen
-        most = min(most, context.num_layers)
+        most = context.num_layers - 1
         done = context.step / context.max_steps
         share = (done - self._begin) / (self._end - self._begin)
         # From 1 layer at `begin` to `most` at `end`; the 1e-6 below is for rounding errors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import final
 
-from freeze.policies.arguments import checked_alpha, checked_limit, rounded_up
+from freeze.policies.arguments import checked_alpha, rounded_up
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -23,19 +23,16 @@ class PaperRule(FreezePolicy):
 
     Args:
         alpha: share of the active layers that may freeze per decision, between 0 and 1, exclusive.
-        max_frozen: largest number of frozen layers; None sets no limit of its own.
     Raises:
-        TypeError: `max_frozen` is not an int.
-        ValueError: an argument is out of its range.
-    Source: PipeTransformer section 3.1; `max_frozen` is ours.
+        ValueError: alpha is out of its range.
+    Source: PipeTransformer section 3.1.
     """
 
     signals = frozenset({"gradient_norm"})
     _remembered = ("level", "num_decisions")
 
-    def __init__(self, alpha: float, *, max_frozen: int | None = None) -> None:
+    def __init__(self, alpha: float) -> None:
         self._alpha = checked_alpha(alpha)
-        self._max_frozen = checked_limit(max_frozen)
         self._level = 0.0
         self._num_decisions = 0
 
@@ -54,7 +51,7 @@ class PaperRule(FreezePolicy):
         before = self._level if unchanged else float(context.num_frozen)
         quietest = min(norms, key=norms.__getitem__)
         grown = before + self._alpha * (context.num_layers - before)
-        self._level = max(before, min(grown, quietest, self._max_frozen))
+        self._level = max(before, min(grown, quietest))
         self._num_decisions += 1
         return FreezeDecision(
             rounded_up(self._level),

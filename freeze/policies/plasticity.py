@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import final
 
-from freeze.policies.arguments import checked_count, grown
+from freeze.policies.arguments import grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -23,12 +23,10 @@ class Plasticity(FreezePolicy):
         tolerance: share of the steepest slope, above 0.
         measure: "similarity" or "cka".
         window: decisions that a slope is fitted to, at least 2.
-        min_active: layers that never freeze.
         thaw_drop: all layers thaw, and start anew, when the learning rate falls by this factor
             between two decisions, and by more than twice its fall before. So it does in a step
             schedule, not in a smooth decay. None never thaws.
     Raises:
-        TypeError: `min_active` is not an int.
         ValueError: an argument is out of its range.
     Source: Egeria (EuroSys 2023). Its reference is a quantised copy of the model, renewed while
         training, and its probe the step's own batch. Ours are the model at the start and a fixed
@@ -43,7 +41,6 @@ class Plasticity(FreezePolicy):
         *,
         measure: str = "similarity",
         window: int = 5,
-        min_active: int = 1,
         thaw_drop: float | None = 10.0,
     ) -> None:
         measures = {"similarity": "probe_change", "cka": "probe_cka"}
@@ -58,7 +55,6 @@ class Plasticity(FreezePolicy):
         self._signal = measures[measure]
         self.signals = frozenset({self._signal})
         self._tolerance, self._window, self._thaw_drop = tolerance, window, thaw_drop
-        self._min_active = checked_count("min_active", min_active)
         self._values: list[list[float]] = []
         self._steepest: list[float] = []
         self._rates: list[float] = []
@@ -72,8 +68,7 @@ class Plasticity(FreezePolicy):
             _, before, rate = self._rates
             return FreezeDecision(0, f"the learning rate fell from {before:.2g} to {rate:.2g}")
         slopes = [self._slope(layer, context) for layer in range(context.num_layers)]
-        most = context.num_layers - self._min_active
-        num_frozen = grown(context, most, lambda layer: self._flat(layer, slopes[layer]))
+        num_frozen = grown(context, lambda layer: self._flat(layer, slopes[layer]))
         where = min(num_frozen, context.num_layers - 1)
         slope, steepest = slopes[where], self._steepest[where]
         said = "not known yet" if slope is None else f"{slope:.2g} of at most {steepest:.2g}"

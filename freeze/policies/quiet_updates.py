@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import final
 
-from freeze.policies.arguments import checked_count, grown
+from freeze.policies.arguments import grown
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 
 
@@ -21,9 +21,7 @@ class QuietUpdates(FreezePolicy):
     Args:
         threshold: relative change per step.
         begin: share of the run before which nothing freezes.
-        min_active: layers that never freeze.
     Raises:
-        TypeError: `min_active` is not an int.
         ValueError: an argument is out of its range.
     Source: GradES (2025), which freezes single matrices by their change in L1, not relative to
         their size. The prefix, the norm and the learning rate are ours.
@@ -31,16 +29,13 @@ class QuietUpdates(FreezePolicy):
 
     signals = frozenset({"relative_update"})
 
-    def __init__(
-        self, threshold: float = 1e-5, *, begin: float = 0.1, min_active: int = 1
-    ) -> None:
+    def __init__(self, threshold: float = 1e-5, *, begin: float = 0.1) -> None:
         # Written as `not >`, which refuses NaN too.
         if not threshold > 0:
             raise ValueError(f"threshold is {threshold}; give more than 0")
         if not 0 <= begin <= 1:
             raise ValueError(f"begin is {begin}; give a share of the run, 0 to 1")
         self._threshold, self._begin = threshold, begin
-        self._min_active = checked_count("min_active", min_active)
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         rate = context.mean_learning_rate
@@ -53,14 +48,13 @@ class QuietUpdates(FreezePolicy):
             change = context.layers[layer].relative_update
             return change is not None and 0 < change * scale < self._threshold
 
-        most = context.num_layers - self._min_active
-        num_frozen = grown(context, most, is_quiet)
+        num_frozen = grown(context, is_quiet)
         where = min(num_frozen, context.num_layers - 1)
         change = context.layers[where].relative_update
         said = "not measured" if change is None else f"{change * scale:.2g}"
         if change is not None and not math.isfinite(change):
             said = "not finite"
-        elif where >= most and is_quiet(where):
+        elif where == context.num_layers - 1 and is_quiet(where):
             said += ", but stays active"
         text = f"quiet below {self._threshold:g} a step; layer {where}: {said}"
         return FreezeDecision(num_frozen, text)

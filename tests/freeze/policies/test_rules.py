@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from freeze import AlphaSchedule, FreezeSchedule, Guarded, PaperRule
+from freeze.policies.arguments import rounded_up
 from freeze.policy import (
     FreezeContext,
     FreezeDecision,
@@ -55,10 +56,8 @@ def test_paper_rule_equals_closed_form_until_only_last_layer_is_active(alpha: fl
     assert run_policy(PaperRule(alpha), [FALLING] * len(published)) == published
 
 
-def test_closed_form_counts_from_start_epoch_and_stops_at_max_frozen() -> None:
-    policy = AlphaSchedule(1 / 3, start_epoch=3, max_frozen=8)
-    assert run_policy(policy, [FALLING] * 6) == [0, 0, 4, 7, 8, 8]
-    assert checked_decision(policy, make_context(epoch=0)).num_frozen == 0
+def test_closed_form_freezes_nothing_in_the_first_epoch() -> None:
+    assert checked_decision(AlphaSchedule(1 / 3), make_context(epoch=0)).num_frozen == 0
 
 
 @pytest.mark.parametrize(
@@ -99,11 +98,7 @@ def test_real_valued_level_survives_rounding() -> None:
 
 @pytest.mark.parametrize(("level", "expected"), [(6.000000001, 6), (6.001, 7), (0.0, 0)])
 def test_rounding_error_does_not_freeze_a_layer(level: float, expected: int) -> None:
-    policy = PaperRule(1 / 2, max_frozen=0)
-    policy.load_state_dict({"level": level, "num_decisions": 1})
-    context = make_context(num_frozen=expected)
-    assert checked_decision(policy, context).num_frozen == expected
-    assert policy.state_dict()["level"] == level
+    assert rounded_up(level) == expected
 
 
 def test_paper_rule_never_thaws_on_random_gradients() -> None:
@@ -112,10 +107,6 @@ def test_paper_rule_never_thaws_on_random_gradients() -> None:
         norms = [[draw.random() for _ in range(12)] for _ in range(12)]
         frozen = run_policy(PaperRule(draw.uniform(0.05, 0.95)), norms)
         assert frozen == sorted(frozen)
-
-
-def test_paper_rule_respects_max_frozen() -> None:
-    assert run_policy(PaperRule(1 / 2, max_frozen=8), [FALLING] * 3) == [6, 8, 8]
 
 
 def test_paper_rule_starts_anew_from_what_something_else_thawed() -> None:
@@ -180,10 +171,6 @@ def test_alpha_outside_0_and_1_is_refused(alpha: float) -> None:
 
 
 def test_arguments_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_frozen is -1; give 0 or more"):
-        PaperRule(1 / 2, max_frozen=-1)
-    with pytest.raises(TypeError, match=r"start_epoch is 1\.5 \(float\)"):
-        AlphaSchedule(1 / 2, start_epoch=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="an epoch of the freeze schedule is '3'"):
         FreezeSchedule({"3": 4})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="is empty"):

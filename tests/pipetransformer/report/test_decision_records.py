@@ -15,6 +15,7 @@ from freeze import (
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
+    FreezeSchedule,
     Guarded,
     LayerStats,
     Linear,
@@ -181,18 +182,20 @@ def rows(decisions: list[Record]) -> list[str]:
 def test_equal_decisions_in_a_row_are_one_line() -> None:
     assert rows(recorded(NeverFreeze(), 1000)) == ["0 to 999 0 0 → 0 keep"]
     # Their reasons say how much of the run is done, which is no news.
-    assert rows(recorded(Linear(begin=0.25, end=0.5, max_frozen=2), 20)) == [
+    assert rows(recorded(Linear(begin=0.25, end=0.5), 20)) == [
         "0 to 4 0 0 → 0 keep: linear, at 0% of the run",
         "5 0 0 → 1 linear, at 25% of the run",
-        "6 to 9 0 1 → 1 keep: linear, at 30% of the run",
-        "10 0 1 → 2 linear, at 50% of the run",
-        "11 to 19 0 2 → 2 keep: linear, at 55% of the run",
+        "6 to 7 0 1 → 1 keep: linear, at 30% of the run",
+        "8 0 1 → 2 linear, at 40% of the run",
+        "9 0 2 → 2 keep: linear, at 45% of the run",
+        "10 0 2 → 3 linear, at 50% of the run",
+        "11 to 19 0 3 → 3 keep: linear, at 55% of the run",
     ]
 
 
 def test_another_reason_is_another_line() -> None:
-    policy = Guarded(Linear(begin=0.25, end=0.5, max_frozen=2), warmup=4, patience=2, at_once=1)
-    assert [line.split(" → ")[1] for line in rows(recorded(policy, 9))] == [
+    policy = Guarded(Linear(begin=0.25, end=0.5), warmup=4, patience=2, at_once=1)
+    assert [line.split(" → ")[1] for line in rows(recorded(policy, 8))] == [
         "0 keep: warm-up until step 4",
         "0 keep: linear, at 20% of the run",
         "0 keep: waiting, 1 of 2: linear, at 25% of the run",
@@ -202,17 +205,16 @@ def test_another_reason_is_another_line() -> None:
 
 
 def test_a_shadow_s_lines_say_what_would_have_changed_and_when() -> None:
-    shadow = Shadow(Linear(begin=0.25, end=0.5, max_frozen=4))
+    shadow = Shadow(Linear(begin=0.25, end=0.5))
     said = [line.split(":")[:2] for line in rows(recorded(shadow, 20))]
     assert [f"{line}:{would}" for line, would in said] == [
         "0 to 4 0 0 → 0 keep: would have 0 frozen",
         "5 0 0 → 0 keep: would have 1 frozen",
-        "6 0 0 → 0 keep: would have 1 frozen",
-        "7 0 0 → 0 keep: would have 2 frozen",
+        "6 to 7 0 0 → 0 keep: would have 1 frozen",
         "8 0 0 → 0 keep: would have 2 frozen",
-        "9 0 0 → 0 keep: would have 3 frozen",
-        "10 0 0 → 0 keep: would have 4 frozen",
-        "11 to 19 0 0 → 0 keep: would have 4 frozen",
+        "9 0 0 → 0 keep: would have 2 frozen",
+        "10 0 0 → 0 keep: would have 3 frozen",
+        "11 to 19 0 0 → 0 keep: would have 3 frozen",
     ]
 
 
@@ -237,7 +239,7 @@ def test_a_run_is_reported_with_what_its_shadow_would_have_done(
     tmp_path: Path,
 ) -> None:
     with tiny_trainer(
-        freeze=Shadow(Linear(begin=0.4, max_frozen=1)),
+        freeze=Shadow(FreezeSchedule([0, 1])),
         folder=tmp_path,
         epochs=2,
         global_batch_size=6,
@@ -245,6 +247,6 @@ def test_a_run_is_reported_with_what_its_shadow_would_have_done(
     ) as trainer:
         trainer.fit()
     said = rows(read_records(tmp_path / RECORDS_FILE))
-    assert [line.split()[0] for line in said] == ["0", "4", "5"]
-    assert said[0].endswith("would have 0 frozen: keep: linear, at 0% of the run")
-    assert said[1].endswith("keep: would have 1 frozen: linear, at 40% of the run")
+    assert [line.split()[0] for line in said] == ["0", "5", "6"]
+    assert said[0].endswith("would have 0 frozen: keep: schedule of epoch 0")
+    assert said[1].endswith("keep: would have 1 frozen: schedule of epoch 1")

@@ -92,7 +92,7 @@ def test_a_policy_that_froze_nothing_else_scores_as_a_shadow_s(tmp_path: Path) -
 def test_seconds_add_up_by_what_each_decision_predicted(tmp_path: Path) -> None:
     train(tmp_path, NeverFreeze(), plan=getting_slower)
     decisions = read_decisions(tmp_path)
-    found = score(decisions, AlphaSchedule(0.5, start_epoch=2, max_frozen=2))
+    found = score(decisions, FreezeSchedule([0, 0, 2]))
     # Epoch 2 begins with step 10, the next decision is before step 12.
     assert found.frozen[9] == 0 and found.frozen[12] == 2
     spans = {step: min(3, 50 - step) for step in range(0, 50, 3)}
@@ -147,7 +147,7 @@ class Slow(nn.Module):
 
 
 def test_a_policy_is_not_asked_about_layers_that_the_run_had_frozen(tmp_path: Path) -> None:
-    train(tmp_path, AlphaSchedule(0.5, start_epoch=4), signals=["accumulated_gradient"])
+    train(tmp_path, FreezeSchedule([0, 0, 0, 0, 2]), signals=["accumulated_gradient"])
     decisions = read_decisions(tmp_path)
     found = score(decisions, AutoFreeze(0))
     assert set(found.frozen.values()) == {0} and found.unseen > 0
