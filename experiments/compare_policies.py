@@ -24,7 +24,7 @@ from experiments.finetune.usage import as_usage, start
 from freeze import POLICY_HELP, named_policy
 
 NONE = "none"
-POLICIES = ("paper:1/3", "alpha:1/3", "linear", "auto", "plasticity", "cka", "quiet", "freezeout")
+POLICIES = ("paper:1/3", "alpha:1/3", "linear", "auto", "plasticity", "cka", "quiet")
 
 OTHERS = ("static", "lora")
 """Plain loops beside the policies."""

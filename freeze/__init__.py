@@ -16,7 +16,6 @@ from freeze.journal_lines import JOURNAL_FILE, note_decision, read_line, sealed_
 from freeze.policies import (
     AlphaSchedule,
     AutoFreeze,
-    FreezeOut,
     FreezeSchedule,
     Guarded,
     Linear,
@@ -39,17 +38,15 @@ from freeze.policy import (
     PolicyFunction,
     as_policy,
     checked_decision,
-    checked_scale,
     frozen_since,
-    sets_rates,
 )
 from freeze.policy_names import POLICY_HELP, named_policy
 
 __all__ = [
-    "AlphaSchedule", "AutoFreeze", "FreezeChoice", "FreezeContext", "FreezeDecision", "FreezeOut",
+    "AlphaSchedule", "AutoFreeze", "FreezeChoice", "FreezeContext", "FreezeDecision",
     "FreezePolicy", "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear",
     "MEASURED_SIGNALS", "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity",
     "PolicyError", "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "apply",
-    "as_policy", "checked_decision", "checked_scale", "chosen_policy", "find_layers",
-    "frozen_since", "named_policy", "note_decision", "read_line", "sealed_line", "sets_rates",
+    "as_policy", "checked_decision", "chosen_policy", "find_layers", "frozen_since",
+    "named_policy", "note_decision", "read_line", "sealed_line",
 ]  # fmt: skip

@@ -182,17 +182,6 @@ class FreezePolicy(ABC):
         Every rank calls it, before anything is loaded or measured for the run.
         """
 
-    def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
-        """Return a layer's learning rate over the peak rate; None for the run's own schedule.
-
-        Every rank asks, so it must not depend on what `decide` has seen.
-
-        Args:
-            layer: `num_layers` is the head.
-            done: share of the run, 0 to 1.
-        """
-        return None
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers, serialisable as JSON."""
         # A copy: the policy goes on changing its lists.
@@ -284,24 +273,6 @@ def as_policy(
             'freeze.named_policy("auto"), a function of a FreezeContext, or None'
         )
     return _FunctionPolicy(freeze)
-
-
-def checked_scale(policy: FreezePolicy, layer: int, num_layers: int, done: float) -> float | None:
-    """Ask the policy for a layer's learning rate; raise PolicyError where it raises."""
-    try:
-        return policy.learning_rate_scale(layer, num_layers, done)
-    except Exception as error:
-        raise PolicyError(
-            f"the freeze policy {policy.name} raised {type(error).__name__} for the learning rate "
-            f"of layer {layer}: {error}{_place(error)}"
-        ) from error
-
-
-def sets_rates(policy: FreezePolicy, num_layers: int) -> bool:
-    """Tell whether a policy sets the learning rate of any layer, or the head's, at any time."""
-    # A policy is a function of the time: 21 moments stand for all.
-    asked = ((layer, share / 20) for layer in range(num_layers + 1) for share in range(21))
-    return any(checked_scale(policy, layer, num_layers, done) is not None for layer, done in asked)
 
 
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:

@@ -13,7 +13,6 @@ from typing import Any
 from freeze.policies import (
     AlphaSchedule,
     AutoFreeze,
-    FreezeOut,
     FreezeSchedule,
     Guarded,
     Linear,
@@ -27,7 +26,7 @@ from freeze.policy import FreezePolicy, NeverFreeze, as_policy
 
 POLICY_HELP = (
     "none, budget[:0.5], paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
-    "plasticity[:0.2], cka[:0.2], quiet[:1e-5], freezeout[:0.8], replay:FOLDER or module:policy; "
+    "plasticity[:0.2], cka[:0.2], quiet[:1e-5], replay:FOLDER or module:policy; "
     "guarded:4,POLICY keeps so many layers from freezing, paced:3,POLICY takes one at a time, "
     "wanted at so many decisions in a row"
 )
@@ -115,7 +114,6 @@ _NAMED: Mapping[str, Callable[[str], FreezePolicy]] = {
     "plasticity": _optional(Plasticity),
     "cka": _optional(Plasticity, measure="cka"),
     "quiet": _optional(QuietUpdates),
-    "freezeout": _optional(FreezeOut),
     "guarded": _guarded,
     "paced": _paced,
     "replay": Replay,

@@ -24,7 +24,6 @@ from freeze import (
     AutoFreeze,
     FreezeContext,
     FreezeDecision,
-    FreezeOut,
     FreezePolicy,
     FreezeSchedule,
     Guarded,
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "CacheStats", "CachedLoop", "Callback", "CallbackError",
     "Change", "CorruptCheckpointError", "Decision", "EvalPrediction", "FitReport", "FreezeAdvice",
-    "FreezeContext", "FreezeDecision", "FreezeOut", "FreezePolicy", "FreezeSchedule", "GPipe",
+    "FreezeContext", "FreezeDecision", "FreezePolicy", "FreezeSchedule", "GPipe",
     "Guarded", "LayerStats", "LayeredModel", "Linear", "Loss", "NeverFreeze",
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",

@@ -50,7 +50,6 @@ from pipetransformer.checks import (
     naming_first_samples,
     probe_evaluation,
     probe_sublayers,
-    rate_of_layer,
     refuse_differing_ranks,
     refuse_surroundings,
     refuse_untrained,
@@ -172,10 +171,7 @@ class Trainer:
         self._lent, self._memory = LentModel(task), FreedMemory()
         freezes = not isinstance(policy, NeverFreeze)
         self._caches = config.cache and freezes
-        scale_of = partial(rate_of_layer, policy, task.model.num_layers)
-        self._timeline = timeline = Timeline(
-            config, len(train_dataset), traits.peak_learning_rate, scale_of
-        )
+        self._timeline = timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
         self._coming = ComingBatches(task, train_dataset, timeline)
 
         self.world = world = _join_world(config)

@@ -1,6 +1,6 @@
 """The policies that come with the project.
 
-made beforehand:   FreezeSchedule, AlphaSchedule, Linear, FreezeOut, Replay
+made beforehand:   FreezeSchedule, AlphaSchedule, Linear, Replay
 from step times:    TimeBudget
 from gradients:    PaperRule, AutoFreeze
 from weights:      QuietUpdates
@@ -10,7 +10,7 @@ around another:    Guarded, Shadow
 
 from freeze.policies.arguments import metric_sign
 from freeze.policies.auto_freeze import AutoFreeze
-from freeze.policies.freeze_schedules import AlphaSchedule, FreezeOut, FreezeSchedule, Linear
+from freeze.policies.freeze_schedules import AlphaSchedule, FreezeSchedule, Linear
 from freeze.policies.paper_rule import PaperRule
 from freeze.policies.plasticity import Plasticity
 from freeze.policies.quiet_updates import QuietUpdates
@@ -19,6 +19,6 @@ from freeze.policies.time_budget import TimeBudget
 from freeze.policies.wrappers import Guarded, Shadow
 
 __all__ = [
-    "AlphaSchedule", "AutoFreeze", "FreezeOut", "FreezeSchedule", "Guarded", "Linear",
+    "AlphaSchedule", "AutoFreeze", "FreezeSchedule", "Guarded", "Linear",
     "PaperRule", "Plasticity", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "metric_sign",
 ]  # fmt: skip

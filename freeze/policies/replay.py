@@ -22,8 +22,8 @@ class Replay(FreezePolicy):
             they hold. Of a resumed run the last course counts.
     Raises:
         ValueError: the journal is missing or damaged; there are no decisions, or a negative one;
-            or the run's policy also set learning rates. Later: a decision would come late, as this
-            run is not asked at its step.
+            or the run's policy also set learning rates, as version 0.2 allowed. Later: a decision
+            would come late, as this run is not asked at its step.
     """
 
     _remembered = ("asked",)

@@ -117,9 +117,6 @@ class Guarded(_Around):
         resting = tuple(i for i in wanted.resting if i > num_frozen)
         return FreezeDecision(num_frozen, wanted.reason, resting)
 
-    def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float | None:
-        return self._policy.learning_rate_scale(layer, num_layers, done)
-
     def _regressed(self, context: FreezeContext) -> str | None:
         """Return why to thaw, if a new evaluation is worse, else None; remember the best."""
         if self._thaw_on is None or not context.metrics:

@@ -14,7 +14,6 @@ verified_steps   a plain loop beside pipelines, on all ranks
 
 from pipetransformer.checks.model_checks import (
     describe_task,
-    rate_of_layer,
     refuse_untrained,
     warn_of_full_float32,
     warn_of_low_weights,
@@ -36,7 +35,7 @@ from pipetransformer.checks.verification import Verification, verify, verify_rec
 __all__ = [
     "Verification", "attributes_of", "check_selection", "check_world", "describe_task",
     "naming_bad_samples", "naming_first_samples", "probe_evaluation", "probe_sublayers",
-    "rate_of_layer", "refuse_differing_ranks", "refuse_surroundings", "refuse_untrained",
+    "refuse_differing_ranks", "refuse_surroundings", "refuse_untrained",
     "try_optimizer", "verify", "verify_recorded", "warn_of_full_float32", "warn_of_large_batch",
     "warn_of_low_weights", "warn_of_many_views", "warn_of_tied_weights",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.loss import Loss, LossFunction, choose_loss, smooth_labels
-from freeze import FreezePolicy, checked_scale, sets_rates
+from freeze import FreezePolicy
 from pipetransformer.checks.optimizer_trial import try_optimizer
 from pipetransformer.checks.rank_checks import attributes_of, held_tensors
 from pipetransformer.config import TrainConfig
@@ -24,7 +24,6 @@ from pipetransformer.model import (
     decay_by_layer,
     named_tensors,
     refuse_hooks,
-    split_by_layer,
 )
 from pipetransformer.processes import likely_device, world_size
 
@@ -49,8 +48,6 @@ def describe_task(
     traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
     if config.layer_decay is not None:
         optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
-    if sets_rates(policy, layered.num_layers):
-        optimizer = split_by_layer(optimizer, layered)
     loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
     loss = smooth_labels(loss, config.label_smoothing)
     trainable = frozenset(n for n, p in layered.model.named_parameters() if p.requires_grad)
@@ -61,18 +58,6 @@ def describe_task(
     task = Task(layered, loss, optimizer, config, trainable, signals)
     task.compiled(())  # Refuses an unknown backend.
     return task, traits
-
-
-def rate_of_layer(
-    policy: FreezePolicy, num_layers: int, layer: int | None, done: float
-) -> float | None:
-    """Return a policy's factor on a layer's learning rate, or None for the run's own.
-
-    Args:
-        layer: None is the head, which counts as a layer above the others.
-        done: share of the run, 0 to 1.
-    """
-    return checked_scale(policy, num_layers if layer is None else layer, num_layers, done)
 
 
 def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:

@@ -29,7 +29,6 @@ from freeze import (
     PolicyError,
     checked_decision,
     frozen_since,
-    sets_rates,
 )
 from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, plan_name, steady_step
 from pipetransformer.elastic.decision import Decision
@@ -448,11 +447,8 @@ class Elasticity:
                 choice = choose()
                 answer = {"decision": choice.decision.to_json()}
                 if self._journal is not None and step is not None:
-                    described: dict[str, Any] = {"world": plan_shape(self._task, self._world)}
-                    # Decisions alone do not tell a replay that the policy also sets rates.
-                    if sets_rates(self._policy, self._task.model.num_layers):
-                        described["sets_rates"] = True
-                    self._journal.append({"step": step, **described, **answer})
+                    shape = plan_shape(self._task, self._world)
+                    self._journal.append({"step": step, "world": shape, **answer})
             except Exception as error:
                 # The others wait in this broadcast, and would wait on if rank 0 just raised.
                 by_policy = str(error) if isinstance(error, PolicyError) else ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,12 +26,12 @@ class ComingStep:
 
     Args:
         ids: (B,) int64, the whole global batch.
-        learning_rate_factor: of a layer, or of the head: None.
+        learning_rate_factor: on the rate of each parameter group as it was built.
     """
 
     ids: Tensor
     step: int
-    learning_rate_factor: Callable[[int | None], float]
+    learning_rate_factor: float
 
 
 class ComingBatches:
@@ -57,7 +56,7 @@ class ComingBatches:
         timeline, position = self._timeline, self._timeline.position
         size = timeline.global_batch(replicas)
         ids = self._sampler.global_batch(position.epoch, position.sample, size)
-        coming = ComingStep(ids, position.step, partial(timeline.learning_rate_factor, replicas))
+        coming = ComingStep(ids, position.step, timeline.learning_rate_factor(replicas))
         sample = position.sample + len(ids)
         # Behind an epoch's end or a decision this rank may be given other samples.
         if sample >= timeline.num_samples or timeline.decision_follows():
@@ -73,14 +72,13 @@ class ComingBatches:
         ahead = self._timeline.ahead()
         steps: list[ComingStep] = []
         while len(steps) < _MOST_STEPS_A_STREAM:
-            # A copy for the step's learning rate, which is asked for when `ahead` has moved on.
-            at, now = ahead.position, ahead.ahead()
+            at = ahead.position
             if steps and (ahead.pauses or at.step == review_step):
                 break
             ids = self._sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
             if steps and len(ids) != len(steps[0].ids):
                 break
-            steps.append(ComingStep(ids, at.step, partial(now.learning_rate_factor, replicas)))
+            steps.append(ComingStep(ids, at.step, ahead.learning_rate_factor(replicas)))
             ahead.advance(len(ids))
         return steps
 

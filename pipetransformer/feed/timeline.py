@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipetransformer.config import TrainConfig, named_schedule
@@ -41,21 +40,12 @@ class Timeline:
 
     Args:
         peak_learning_rate: of the first parameter group, at a factor of 1.
-        scale_of: maps a layer (None: the head) and the share of the run that is done to the
-            layer's rate over the peak rate; None leaves it to the run's schedule.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        num_samples: int,
-        peak_learning_rate: float,
-        scale_of: Callable[[int | None, float], float | None] = lambda layer, done: None,
-    ) -> None:
+    def __init__(self, config: TrainConfig, num_samples: int, peak_learning_rate: float) -> None:
         self._config = config
         self.num_samples = num_samples
         self._peak_learning_rate = peak_learning_rate
-        self._scale_of = scale_of
         schedule = config.learning_rate_schedule
         if isinstance(schedule, str):
             schedule = named_schedule(
@@ -168,8 +158,8 @@ class Timeline:
         by_epochs = self._end_of_epochs(self.global_batch(replicas))
         return min(by_epochs, self._config.max_steps or by_epochs)
 
-    def learning_rate_factor(self, replicas: int, layer: int | None = None) -> float:
-        """Return the factor on a layer's rate (None: the head's) in the coming step.
+    def learning_rate_factor(self, replicas: int) -> float:
+        """Return the factor on the learning rates in the coming step.
 
         The schedule is evaluated where batches of global_batch_size would be, and the factor grows
         with the batch.
@@ -179,14 +169,12 @@ class Timeline:
         # Where epochs end the run, its share that is done is that of samples, not of steps.
         if not self._ends_by_steps:
             step = self.position.epoch * self._unscaled_per_epoch + self.position.sample / size
-        factor = self._scale_of(layer, step / self._unscaled_steps)
-        if factor is None:
-            factor = self._schedule(step, self._unscaled_steps)
-            if not math.isfinite(factor):
-                raise ValueError(
-                    f"the learning_rate_schedule gives {factor} for step {step:g} of "
-                    f"{self._unscaled_steps}; let it return finite numbers"
-                )
+        factor = self._schedule(step, self._unscaled_steps)
+        if not math.isfinite(factor):
+            raise ValueError(
+                f"the learning_rate_schedule gives {factor} for step {step:g} of "
+                f"{self._unscaled_steps}; let it return finite numbers"
+            )
         return factor * self.global_batch(replicas) / size
 
     @property

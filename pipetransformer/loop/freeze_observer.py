@@ -71,11 +71,6 @@ class FreezeObserver:
         if layers is not None and not layers:
             raise ValueError("layers is empty; give the model's blocks, or None to find them")
         self._policy = as_policy(policy, _SIGNALS)
-        if self._policy.learning_rate_scale(0, 1, 0.0) is not None:
-            raise ValueError(
-                f"{self._policy.name} sets learning rates, which are left alone here; give a "
-                "policy that does not, such as Linear"
-            )
         self._every, self.dry_run, self._given = every_steps, dry_run, layers
         self._rows: RowService | None = None
         self._blocks: list[nn.Module] = []

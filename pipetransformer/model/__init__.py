@@ -27,7 +27,6 @@ from pipetransformer.model.layered_model import (
 )
 from pipetransformer.model.lent_model import LentModel
 from pipetransformer.model.optimizers import (
-    LAYER,
     NamedParameters,
     OptimizerFactory,
     OptimizerTraits,
@@ -35,7 +34,6 @@ from pipetransformer.model.optimizers import (
     decay_by_layer,
     named_optimizer,
     put_state,
-    split_by_layer,
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
@@ -68,7 +66,7 @@ from pipetransformer.model.task import (
 from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
-    "DTYPES", "EntryNames", "ForwardFailedError", "LAYER", "LayeredModel", "LentModel",
+    "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "LentModel",
     "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer",
     "TARGETS", "Task", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
@@ -78,5 +76,5 @@ __all__ = [
     "output_of", "owned_parameters", "present", "present_parts", "put_state", "qualified_name",
     "refuse_hooks",
     "refuse_no_module", "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes",
-    "served", "split_by_layer", "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
+    "served", "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

@@ -154,10 +154,6 @@ def _check_options(name: str, build: Callable[..., Optimizer], options: Mapping[
         )
 
 
-LAYER = "layer"
-"""The entry of a parameter group that names its layer."""
-
-
 def decay_by_layer(
     factory: OptimizerFactory, model: LayeredModel, decay: float
 ) -> OptimizerFactory:
@@ -171,29 +167,25 @@ def decay_by_layer(
     """
     scales = learning_rate_scales(model, decay)
 
-    def lower(group: dict[str, Any], scale: float) -> None:
-        for key in ("lr", "initial_lr"):
-            if key in group:
+    def build(named_parameters: NamedParameters) -> Optimizer:
+        # A parameter that no sublayer reads has no layer; it never gets a gradient.
+        scale_of = {parameter: scales.get(name, 1.0) for name, parameter in named_parameters}
+        optimizer = factory(named_parameters)
+        parts = []
+        for group in optimizer.param_groups:
+            # The highest layer first: the first group's rate is taken for the peak rate.
+            for scale in sorted({scale_of[p] for p in group["params"]}, reverse=True):
+                own = [p for p in group["params"] if scale_of[p] == scale]
                 # Not in place: a rate that is a tensor is shared with the other layers' groups.
-                group[key] = group[key] * scale
+                rates: dict[str, Any] = {
+                    key: group[key] * scale for key in ("lr", "initial_lr") if key in group
+                }
+                parts.append({**group, **rates, "params": own})
+        # In place, as an optimizer may hold this list under another name, too.
+        optimizer.param_groups[:] = parts
+        return optimizer
 
-    # A parameter that no sublayer reads has no layer; it never gets a gradient.
-    return _split_groups(factory, lambda name: scales.get(name, 1.0), lower)
-
-
-def split_by_layer(factory: OptimizerFactory, model: LayeredModel) -> OptimizerFactory:
-    """Return a factory whose groups each hold one layer's parameters, and name it as LAYER.
-
-    The head's groups have no such entry.
-    """
-    head = model.num_layers
-    layer_of = {name: model.sublayers[index].layer for name, index in model.owners.items()}
-
-    def mark(group: dict[str, Any], layer: int) -> None:
-        if layer != head:
-            group[LAYER] = layer
-
-    return _split_groups(factory, lambda name: layer_of.get(name, head), mark)
+    return build
 
 
 def learning_rate_scales(model: LayeredModel, decay: float) -> dict[str, float]:
@@ -205,30 +197,6 @@ def learning_rate_scales(model: LayeredModel, decay: float) -> dict[str, float]:
         ** (top - model.sublayers[index].layer + int(index == 0 and embedding_is_apart))
         for name, index in model.owners.items()
     }
-
-
-def _split_groups(
-    factory: OptimizerFactory,
-    key_of: Callable[[str], Any],
-    adjust: Callable[[dict[str, Any], Any], None],
-) -> OptimizerFactory:
-    """Return a factory that splits each group by a key of its parameters' names, highest first."""
-
-    def build(named_parameters: NamedParameters) -> Optimizer:
-        keys = {parameter: key_of(name) for name, parameter in named_parameters}
-        optimizer = factory(named_parameters)
-        parts = []
-        for group in optimizer.param_groups:
-            # The highest layer first: the first group's rate is taken for the peak rate.
-            for key in sorted({keys[p] for p in group["params"]}, reverse=True):
-                part = {**group, "params": [p for p in group["params"] if keys[p] == key]}
-                adjust(part, key)
-                parts.append(part)
-        # In place, as an optimizer may hold this list under another name, too.
-        optimizer.param_groups[:] = parts
-        return optimizer
-
-    return build
 
 
 _NUMBER = "#number"

@@ -11,7 +11,6 @@ from autodp import GradientReducer, Groups, Topology, mix_seed
 from freeze.signals import IntervalSignals
 from pipetransformer.feed import ComingStep, seed_torch
 from pipetransformer.model import (
-    LAYER,
     Task,
     build_optimizer,
     large_embeddings,
@@ -83,12 +82,8 @@ class TrainedPart:
         """Make the optimizer's step at the rates of a coming step."""
         if self.optimizer is None:
             return
-        factors: dict[int | None, float] = {}
         for group in self.optimizer.param_groups:
-            layer = group.get(LAYER)
-            if layer not in factors:
-                factors[layer] = coming.learning_rate_factor(layer)
-            group["lr"] = group["initial_lr"] * factors[layer]
+            group["lr"] = group["initial_lr"] * coming.learning_rate_factor
         # An optimizer that rounds stochastically must do so alike on all replicas.
         seed_torch(mix_seed(self._task.config.seed, coming.step, self._index), self._world.device)
         self.optimizer.step()

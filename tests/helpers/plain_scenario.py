@@ -40,7 +40,6 @@ def plain(
     build: OptimizerFactory = build_adamw,
     *,
     trains: Callable[[int, int], bool] | None = None,
-    rate: Callable[[dict[str, Any], int], float] = usual_rate,
     loss_of: Callable[..., Tensor] = mean_loss,
 ) -> Outcome:
     """Train the same in a hand-written loop: one process, no micro-batches, no framework.
@@ -51,7 +50,6 @@ def plain(
     Args:
         build: makes the optimizer of named parameters.
         trains: (step, layer) -> whether the layer trains; the scenario says by default.
-        rate: (parameter group, step) -> learning rate.
         loss_of: (model, data, ids, loss) -> a step's mean loss.
     """
     layered, data, loss_fn = scenario.problem()
@@ -77,7 +75,7 @@ def plain(
         limit = options["max_grad_norm"] or float("inf")
         extra["norms"].append(nn.utils.clip_grad_norm_([p for _, p in named], limit).item())
         for group in optimizer.param_groups:
-            group["lr"] = rate(group, step)
+            group["lr"] = usual_rate(group, step)
         optimizer.step()
         losses.append(loss.item())
         if step in scenario.looks:

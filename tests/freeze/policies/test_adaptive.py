@@ -15,7 +15,6 @@ import pytest
 from freeze import (
     AutoFreeze,
     FreezeContext,
-    FreezeOut,
     FreezePolicy,
     Linear,
     PaperRule,
@@ -122,28 +121,6 @@ def test_plasticity_thaws_at_the_very_drop_that_it_names(rate: float) -> None:
     assert checked_decision(policy, low).num_frozen == 0
 
 
-def test_freeze_out_ends_each_layer_s_learning_rate() -> None:
-    policy = FreezeOut(0.5)
-    ends = [policy.end(layer, 4) for layer in range(5)]
-    assert ends == pytest.approx([0.125, 0.244140625, 0.421875, 0.669921875, 1.0])
-    assert policy.learning_rate_scale(0, 4, 0.0) == pytest.approx(8.0)
-    assert policy.learning_rate_scale(2, 4, ends[2] / 2) == pytest.approx(0.5 / ends[2])
-    assert policy.learning_rate_scale(0, 4, 0.125) == 0.0
-    assert policy.learning_rate_scale(4, 4, 0.999) > 0.0
-    # Each layer is given the same sum of rates.
-    sums = [
-        sum(policy.learning_rate_scale(layer, 4, i / 4096) for i in range(4096)) / 4096
-        for layer in range(5)
-    ]
-    assert sums == pytest.approx([0.5] * 5, rel=0.01)
-    frozen = [policy.decide(make_context([None] * 4, epoch=step)).num_frozen for step in range(21)]
-    assert [frozen[step] for step in (2, 3, 4, 5, 8, 9, 13, 14, 20)] == [
-        0, 1, 1, 2, 2, 3, 3, 4, 4,
-    ]  # fmt: skip
-    plain = FreezeOut(0.5, cubed=False, scaled=False)
-    assert plain.end(2, 4) == 0.75 and plain.learning_rate_scale(2, 4, 0.0) == 1.0
-
-
 ADAPTIVE: dict[str, tuple[Any, str]] = {
     "paper": (lambda: PaperRule(1 / 2), "gradient_norm"),
     "auto": (AutoFreeze, "accumulated_gradient"),
@@ -233,7 +210,6 @@ def test_a_layer_whose_gradient_is_zero_does_not_lead_the_paper_s_rule() -> None
         ("plasticity:1/4", Plasticity),
         ("cka", Plasticity),
         ("quiet:1e-4", QuietUpdates),
-        ("freezeout:0.7", FreezeOut),
         ("linear", Linear),
         ("linear:0.2,0.6", Linear),
     ],
@@ -307,8 +283,6 @@ def test_other_words_are_refused(text: str) -> None:
         (lambda: QuietUpdates(begin=2), "begin is 2; give a share"),
         (lambda: Plasticity(window=1), "window is 1"),
         (lambda: Plasticity(thaw_drop=1), "thaw_drop is 1"),
-        (lambda: FreezeOut(0), "t0 is 0"),
-        (lambda: FreezeOut(1.1), "t0 is 1.1"),
     ],
 )
 def test_arguments_out_of_range_are_refused(build: Any, message: str) -> None:

@@ -22,7 +22,6 @@ from freeze.policy import (
     PolicyError,
     as_policy,
     checked_decision,
-    checked_scale,
 )
 from tests.helpers.freezing import FALLING, make_context
 
@@ -257,20 +256,6 @@ def test_decision_that_is_no_int_is_refused(answer: Any) -> None:
 def test_layers_that_rest_are_ints(resting: Any) -> None:
     with pytest.raises(TypeError, match="resting layers must be a tuple of ints"):
         FreezeDecision(0, "", resting)
-
-
-def test_a_learning_rate_that_cannot_be_computed_names_its_policy() -> None:
-    class Wrong(FreezePolicy):
-        def decide(self, context: FreezeContext) -> None:
-            return None
-
-        def learning_rate_scale(self, layer: int, num_layers: int, done: float) -> float:
-            raise KeyError("boom")
-
-    with pytest.raises(
-        PolicyError, match="Wrong raised KeyError for the learning rate of layer 2"
-    ):
-        checked_scale(Wrong(), 2, 4, 0.5)
 
 
 def test_policy_class_returning_a_bare_number_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,13 @@ def test_a_replay_leaves_out_what_a_resumed_run_went_back_on(tmp_path: Path) -> 
     journal.close()
     replay = Replay(tmp_path)
     assert [replay.at(step) for step in range(6)] == [0, 0, 1, 5, 5, 5]
+
+
+def test_a_replay_refuses_a_run_whose_layers_had_rates_of_their_own(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path / "journal.jsonl")) as journal:  # As version 0.2 wrote it.
+        journal.append({"step": 0, "sets_rates": True, "decision": {"num_frozen": 0}})
+    with pytest.raises(ValueError, match="set learning rates by layer, too"):
+        Replay(tmp_path)
 
 
 @pytest.mark.parametrize("text", [None, "{\n", '{"step": 1}\n'])

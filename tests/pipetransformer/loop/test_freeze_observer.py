@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from freeze import FreezeContext, FreezeDecision, FreezeOut, PaperRule, QuietUpdates
+from freeze import FreezeContext, FreezeDecision, PaperRule, QuietUpdates
 from pipetransformer.loop.freeze_advice import FreezeAdvice, Look
 from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.step_times import StepCosts
@@ -95,7 +95,6 @@ def resting(context: FreezeContext) -> FreezeDecision:
         ),
         (lambda: observer(resting, layers=[]), "layers is empty; give the model's blocks"),
         (lambda: observer(PaperRule(0.5)), "gradient_norm'\\], which are not measured here"),
-        (lambda: observer(FreezeOut()), "FreezeOut sets learning rates, which are left alone"),
         (lambda: watch(Net(), observer(resting)), "resting lets layers \\(1,\\) rest"),
     ],
 )
