@@ -61,8 +61,7 @@ class FreezeContext:
         resting: indices of layers above them whose weights do not train now.
         metrics: results of the last evaluation by name; empty before the first.
         evaluated_at: completed steps at that evaluation; None if not known.
-        loss, loss_slope: mean of the training losses since the last decision, and their growth a
-            step; None with too few losses.
+        loss: mean of the training losses since the last decision; None before the first.
         predict: maps a number of frozen layers to the predicted seconds of a step. These follow
             measured times, so two equal trainings whose policies use them may freeze differently.
     """
@@ -79,7 +78,6 @@ class FreezeContext:
     metrics: Mapping[str, float]
     predict: Callable[[int], float]
     loss: float | None = None
-    loss_slope: float | None = None
     resting: tuple[int, ...] = ()
     mean_learning_rate: float | None = None
     evaluated_at: int | None = None

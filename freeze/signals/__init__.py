@@ -3,17 +3,15 @@
 gradients ──► GradientSignals ─┐
 weights ────► WeightChanges ───┼─► IntervalSignals ─► joined ─► layer_values
 gradients ──► GradientSums ────┘     of one stage
-losses, rates ──► Trend
 activations of a fixed batch ──► gram ─► linear_cka, similarity_change, svcca
 """
 
 from freeze.signals.gradients import GradientSignals
 from freeze.signals.interval_signals import IntervalSignals, is_signal_tensor, layer_values
 from freeze.signals.similarity import gram, linear_cka, similarity_change, svcca
-from freeze.signals.trend import Trend
 from freeze.signals.weight_changes import WeightChanges, relative_update
 
 __all__ = [
-    "GradientSignals", "IntervalSignals", "Trend", "WeightChanges", "gram", "is_signal_tensor",
+    "GradientSignals", "IntervalSignals", "WeightChanges", "gram", "is_signal_tensor",
     "layer_values", "linear_cka", "relative_update", "similarity_change", "svcca",
 ]  # fmt: skip

@@ -342,7 +342,6 @@ class Elasticity:
             metrics=observed.metrics,
             evaluated_at=observed.evaluated_at,
             loss=observed.loss,
-            loss_slope=observed.loss_slope,
             mean_learning_rate=observed.mean_learning_rate,
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )

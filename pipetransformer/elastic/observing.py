@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autodp import gather_json
 from freeze import PROBE_SIGNALS, LayerStats
-from freeze.signals import IntervalSignals, Trend, layer_values, linear_cka, similarity_change
+from freeze.signals import IntervalSignals, layer_values, linear_cka, similarity_change
 from pipetransformer.durable_files import read_tensors, replace_tensors
 from pipetransformer.feed import SampleFeed, samples_of
 from pipetransformer.model import Task, trained_parameters
@@ -142,14 +142,13 @@ class Observed:
     Args:
         measured: on gradients and weights; see `IntervalSignals.measured`.
         probed, look_s: what a look showed, and its seconds.
-        loss, loss_slope, mean_learning_rate, metrics, evaluated_at: see `FreezeContext`.
+        loss, mean_learning_rate, metrics, evaluated_at: see `FreezeContext`.
     """
 
     measured: Mapping[str, Any] = field(default_factory=dict)
     probed: Probed = field(default_factory=dict)
     look_s: float = 0.0
     loss: float | None = None
-    loss_slope: float | None = None
     mean_learning_rate: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
@@ -186,12 +185,34 @@ class Observed:
 
 
 @final
+class _Mean:
+    """Hold the mean of an interval's values."""
+
+    def __init__(self) -> None:
+        self._count, self._sum = 0, 0.0
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):  # Else the step is skipped.
+            self._count, self._sum = self._count + 1, self._sum + value
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._count if self._count else None
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self._count, "losses": self._sum}  # Of rates, too: as in 0.2.
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._count, self._sum = int(state["count"]), state["losses"]
+
+
+@final
 class Observing:
     """Observe a run from decision to decision."""
 
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world
-        self._losses, self._rates = Trend(), Trend()
+        self._losses, self._rates = _Mean(), _Mean()
         self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
     def note_step(self, loss: float, learning_rate: float) -> None:
@@ -207,10 +228,8 @@ class Observing:
         stage.trained.signals.reset()
         probed, look_s = ({}, 0.0) if self.probe is None else self.probe.look(stage, step)
         losses, rates = self._losses, self._rates
-        observed = Observed(measured, probed, look_s, losses.mean, losses.slope, rates.mean)
-        losses.reset()
-        rates.reset()
-        return observed
+        self._losses, self._rates = _Mean(), _Mean()
+        return Observed(measured, probed, look_s, losses.mean, rates.mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know beside the stages' signals, as plain values."""

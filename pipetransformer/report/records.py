@@ -14,7 +14,7 @@ Every record has `kind`, `step` and `elapsed_s`. The other fields depend on its 
                  predicted_seconds, bytes_moved, resting, reason; a step's predicted_step_s,
                  predicted_step_before_s, measured_step_before_s
     decision     the policy's `FreezeContext`: epoch, frozen_before, frozen_since, resting_before,
-                 loss, loss_slope, metrics, ..., signals (lists by layer); frozen, reason;
+                 loss, metrics, ..., signals (lists by layer); frozen, reason;
                  look_seconds (of the probe), predicted_step_s (by frozen layers; null where
                  predicting would have taken long); seconds of observing, and of deciding where no
                  transition followed

@@ -46,7 +46,6 @@ def seen_in(folder: str) -> Seen:
         {
             "step": one.context.step,
             "loss": one.context.loss,
-            "loss_slope": one.context.loss_slope,
             **{s: [getattr(layer, s) for layer in one.context.layers] for s in SIGNALS},
         }
         for one in read_decisions(Path(folder))[1:]
@@ -155,10 +154,6 @@ def _summary(  # noqa: PLR0913
     """Put an interval together by the formulas of `LayerStats`."""
     steps, num_layers = len(gradients), max(layer_of.values())
     found: dict[str, Any] = {"step": step, "loss": sum(losses) / steps}
-    found["loss_slope"] = float(torch.linalg.lstsq(
-        torch.stack([torch.arange(steps).double(), torch.ones(steps).double()], dim=1),
-        torch.tensor(losses, dtype=torch.float64)[:, None],
-    ).solution[0])  # fmt: skip
     for name in SIGNALS[:3]:
         found[name] = []
     for layer in range(num_layers):
@@ -177,8 +172,7 @@ def assert_same_signals(ours: Seen, theirs: Seen) -> None:
     """Compare all of them; those of frozen layers are None."""
     assert [one["step"] for one in ours] == [one["step"] for one in theirs]
     for mine, other in zip(ours, theirs, strict=True):
-        for name in ("loss", "loss_slope"):
-            assert mine[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9)
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6, abs=1e-9)
         for name in SIGNALS:
             for a, b in zip(mine[name], other[name], strict=True):
                 assert a == (None if b is None else pytest.approx(b, rel=1e-6, abs=1e-9)), name

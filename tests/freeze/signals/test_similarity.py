@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from freeze.signals import Trend, gram, linear_cka, similarity_change, svcca
+from freeze.signals import gram, linear_cka, similarity_change, svcca
 
 
 def activations(seed: int, features: int = 7, samples: int = 12) -> Tensor:
@@ -60,17 +60,3 @@ def test_a_gram_of_small_numbers_does_not_overflow(dtype: torch.dtype) -> None:
 def test_outputs_that_do_not_tell_samples_apart_have_no_cka() -> None:
     same = gram(torch.ones(4, 3))
     assert torch.isnan(torch.tensor(linear_cka(same, same)))
-
-
-def test_a_loss_s_slope_is_that_of_the_line_that_fits() -> None:
-    trend, other = Trend(), Trend()
-    assert trend.mean is None and trend.slope is None
-    for loss in (3.0, 2.5, float("nan"), 2.0):
-        trend.add(loss)
-    assert (trend.mean, trend.slope) == (2.5, pytest.approx(-0.5))
-    other.load_state_dict(trend.state_dict())
-    for one in (trend, other):
-        one.add(4.0)
-    assert other.slope == trend.slope == pytest.approx(0.25)
-    trend.reset()
-    assert trend.mean is None
