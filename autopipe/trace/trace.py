@@ -1,23 +1,18 @@
 """Trace steps: when each stage ran which instruction, what it kept, and what was under way.
 
-A trace is drawn as text, one row a stage. Without a width, each instruction is one tick long, as
-in `autopipe.schedule.draw`. With a width, columns are equal times; `=` continues an instruction,
-`.` is idle:
-
-    stage 0  F0====F1===.......B1======.B0====
-    stage 1  ......F0===F1====B1=====B0=====..
-             0 ms                      12.4 ms
+A trace is drawn as text as `autopipe.schedule.draw` does, one row a stage: each instruction is one
+tick long. `Trace.save_chrome` writes what shows their times.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from autopipe.schedule import draw, named_rows
+from autopipe.schedule import draw
 from autopipe.trace.chrome import chrome_trace
 from autopipe.trace.recorder import Clocks, Recorder
 from autopipe.trace.span import Span, programs
@@ -68,15 +63,8 @@ class Trace:
             for step in sorted({span.step for span in spans})
         ]
 
-    def grid(self, width: int | None = None) -> str:
-        """Draw what the stages computed, one row a stage.
-
-        Args:
-            width: columns over which to spread the time. None draws the order alone, one tick an
-                instruction, with a bar between mini-batches.
-        """
-        if width is not None:
-            return _time_grid(self.spans, width)
+    def grid(self) -> str:
+        """Draw the order of what the stages computed, with a bar between mini-batches."""
         ran = [programs(step.spans) for step in self.steps]
         num_stages = 1 + max((max(step) for step in ran), default=-1)
         return draw(*(tuple(step.get(j, ()) for j in range(num_stages)) for step in ran))
@@ -92,23 +80,3 @@ class Trace:
     def save_chrome(self, path: str | Path) -> None:
         """Write a JSON file for ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(chrome_trace(self.spans)))
-
-
-def _time_grid(spans: Sequence[Span], width: int) -> str:
-    """Draw the spans that compute over `width` columns of time, with a scale below."""
-    if width < 1:
-        raise ValueError(f"a grid of {width} columns cannot be drawn; give at least 1")
-    if not spans:
-        return ""
-    start_s = min(span.start_s for span in spans)
-    total_s = max(max(span.end_s for span in spans) - start_s, 1e-12)
-    rows: dict[int, list[str]] = {stage: ["."] * width for stage in programs(spans)}
-    for span in sorted((s for s in spans if s.is_compute), key=lambda s: s.start_s):
-        # However short, a span gets one column, also at the right edge.
-        first = min(width - 1, round((span.start_s - start_s) / total_s * width))
-        last = min(width, max(first + 1, round((span.end_s - start_s) / total_s * width)))
-        rows[span.stage][first:last] = span.label.ljust(last - first, "=")[: last - first]
-    scale = f"{total_s * 1e3:.1f} ms".rjust(max(0, width - 4))
-    margin = " " * len(f"stage {max(rows)}  ")
-    grid = named_rows({f"stage {stage}": "".join(row) for stage, row in rows.items()})
-    return f"{grid}\n{margin}0 ms{scale}"

@@ -37,33 +37,10 @@ def test_the_grid_of_a_forward_and_its_backward_is_gpipes(checkpoint: str) -> No
     assert trace.grid() == draw(SCHEDULES["gpipe"](3, CHUNKS, recomputed=recomputed(checkpoint)))
 
 
-def test_the_grid_over_time_is_in_proportion() -> None:
-    spans = [
-        Span(0, Op.FORWARD, 0, 10.0, 10.3),
-        Span(0, Op.SEND_ACTIVATION, 0, 10.3, 10.35),
-        Span(1, Op.RECV_ACTIVATION, 0, 10.0, 10.35),
-        Span(1, Op.FORWARD, 0, 10.35, 10.6),
-        Span(1, Op.BACKWARD, 0, 10.6, 10.8),
-        Span(0, Op.RECV_GRADIENT, 0, 10.35, 10.8),
-        Span(0, Op.BACKWARD, 0, 10.8, 11.0),
-    ]
-    grid = Trace.of(spans).grid(width=20)
-    assert grid.splitlines() == [
-        "stage 0  F0====..........B0==",
-        "stage 1  .......F0===B0==....",
-        "         0 ms       1000.0 ms",
-    ]
-
-
-def test_a_grid_without_columns_is_refused() -> None:
-    with pytest.raises(ValueError, match="a grid of 0 columns cannot be drawn"):
-        Trace.of([Span(0, Op.FORWARD, 0, 0.0, 1.0)]).grid(width=0)
-
-
 def test_an_empty_trace_has_an_empty_grid_and_no_summary() -> None:
     with model().trace() as trace:
         pass
-    assert trace.grid() == trace.grid(width=10) == ""
+    assert trace.grid() == ""
     with pytest.raises(ValueError, match="the trace is empty; run a forward or a step"):
         trace.summary()
 
