@@ -382,7 +382,7 @@ class Trainer:
         decision, timeline, report = self._elastic.decision, self._timeline, self.report
         assert decision is not None
         self._last_rate = clock.learning_rate
-        report.cache_bytes = max(report.cache_bytes, self._feed.cache_bytes)
+        report.cache_bytes = max(report.cache_bytes, self._feed.keeper.num_bytes)
         self._unrecorded.append(partial(self._record_step, result, decision, clock, num_samples))
         # On a GPU a step's numbers are read one step late, so that the host stays ahead of it.
         while len(self._unrecorded) > (not result.is_known):
@@ -530,8 +530,8 @@ class Trainer:
             self._task, self.world, optimizer=self._optimizer.settings, data=data
         )
         if self._caches:
-            self._feed.look_for_randomness()
-        self._feed.warn_of_padding()
+            self._feed.keeper.look_for_randomness()
+        self._feed.keeper.warn_of_padding()
         if self.world.is_main:
             warn_of_large_batch(self.config, self._timeline.num_samples)
             warn_of_low_weights(self._task.model.model)
@@ -572,10 +572,11 @@ class Trainer:
 
     def _start_log(self) -> None:
         profile = self._elastic.planner.profile
-        feeds = [f for f in (self._feed, self._evaluator.feed) if f is not None and f.may_cache]
+        feeds = [self._feed, self._evaluator.feed]
+        keepers = [f.keeper for f in feeds if f is not None and f.keeper.may_cache]
         ids = torch.arange(largest_micro_batch(self._task, self.world))
         measured = self._feed.read_apart(ids) if self._caches else {}
-        cache_bytes = sum(feed.most_bytes(profile, measured) for feed in feeds if self._caches)
+        cache_bytes = sum(k.most_bytes(profile, measured) for k in keepers if self._caches)
         self._log.start(
             self._elastic.clock(),
             profile,

@@ -196,7 +196,7 @@ class Elasticity:
             self._world,
             profile=kept or self._measure(),
             memory_limit_bytes=limit,
-            may_cache=lambda: self.deployment.feed.may_cache,
+            may_cache=lambda: self.deployment.feed.keeper.may_cache,
         )
         planner.choose_workers(self.clock())
         self._planner = planner

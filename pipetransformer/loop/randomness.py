@@ -46,10 +46,10 @@ def warn_of_draws(feed: SampleFeed, samples: Samples, *, is_read_here: bool) -> 
     ids = samples.spread(_MOST_READ)
     drawn = [draws_in_reading(partial(dataset.__getitem__, index), owners) for index in ids]
     draws, draws_own = map(any, zip(*drawn, strict=True))
-    if not feed.may_cache or not (draws or draws_own):
+    if not feed.keeper.may_cache or not (draws or draws_own):
         return
     if draws and is_read_here:
-        feed.give_up()
+        feed.keeper.give_up()
         _LOGGER.warning(
             "no cache: the data set draws random numbers when a sample is read, without "
             "effect on those that were looked at; without the reads the loop's own random "

@@ -96,9 +96,9 @@ class RowBatches:
             keeps=self._task.config.cache_views or 1,
         )
         self.feed.copies = True  # A loop may keep its batches.
-        self.feed.advice = _IF_RANDOM
+        self.feed.keeper.advice = _IF_RANDOM
         with own_random_numbers(self._device):
-            self.feed.look_for_randomness()
+            self.feed.keeper.look_for_randomness()
         if self._task.config.cache_views is None:  # Else each view is drawn under its own seed.
             warn_of_draws(self.feed, known.whole, is_read_here=known.is_read_here)
         # Last, as it hooks into the model.
@@ -194,7 +194,7 @@ class RowBatches:
     def _read_as_loaded(self, indices: list[int], epoch: int) -> Any:
         """Read a batch as the loader does."""
         with own_random_numbers(self._device):
-            return self._known.whole.collated(indices, view=self.feed.view(epoch))
+            return self._known.whole.collated(indices, view=self.feed.keeper.view(epoch))
 
     def _fetch(self, ids: Tensor, epoch: int, column: int) -> dict[str, Tensor]:
         """Fetch the rows that a column has of some samples."""

@@ -201,13 +201,13 @@ class RowService:
     @property
     def may_serve(self) -> bool:
         """Return whether there are frozen blocks, and rows may be kept of them."""
-        return self.depth > 0 and self.feed.may_cache
+        return self.depth > 0 and self.feed.keeper.may_cache
 
     @property
     def may_ever_serve(self) -> bool:
         """Return whether rows may be kept of any number of frozen blocks."""
         depths = range(1, self.task.model.num_layers + 1)
-        return self.feed.may_cache and any(map(self.task.prefix_depth, depths))
+        return self.feed.keeper.may_cache and any(map(self.task.prefix_depth, depths))
 
     def agreed(self, num_frozen: int) -> int:
         """Return rank 0's number. Collective."""

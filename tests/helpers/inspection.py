@@ -55,7 +55,7 @@ def feed_of(trainer: Trainer) -> SampleFeed:
 
 def store_of(trainer: Trainer) -> ActivationStore | None:
     """Return the rows that the cache keeps of the training samples."""
-    return trainer._feed._store
+    return trainer._feed.keeper.store
 
 
 def evaluation_feed_of(trainer: Trainer) -> SampleFeed:

@@ -121,7 +121,7 @@ def test_views_are_the_training_set_s_alone() -> None:
     ):
         trainer.fit()
         feeds = feed_of(trainer), evaluation_feed_of(trainer)
-        stores = [feed._store for feed in feeds if feed is not None]
+        stores = [feed.keeper.store for feed in feeds if feed is not None]
         sizes = [store.num_rows for store in stores if store is not None]
     assert sizes == [2 * len(tiny_data()), len(tiny_data())]
 

@@ -149,9 +149,9 @@ def rows(precision: str | None, cache_dtype: str | None = None) -> tuple[torch.d
     with measuring(freely), make_trainer(scenario, scenario.policy()) as trainer:
         trainer.step()
         feed = feed_of(trainer)
-        assert feed._store is not None and trainer.measurements is not None
-        field = feed._store.layout.fields[0]
-        return field.dtype, field.num_bytes, feed.most_bytes(trainer.measurements, {})
+        assert feed.keeper.store is not None and trainer.measurements is not None
+        field = feed.keeper.store.layout.fields[0]
+        return field.dtype, field.num_bytes, feed.keeper.most_bytes(trainer.measurements, {})
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,8 @@ def test_a_dataset_with_random_augmentation_is_not_cached(
 ) -> None:
     for noise, may_cache in ((0.0, True), (0.1, False)):
         samples = Feed(tmp_path, noise=noise).samples
-        samples.look_for_randomness()
-        assert samples.may_cache is may_cache
+        samples.keeper.look_for_randomness()
+        assert samples.keeper.may_cache is may_cache
     assert [r.message[:44] for r in caplog.records] == [
         "no cache: the training set gives other value"
     ]

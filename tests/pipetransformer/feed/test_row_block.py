@@ -90,8 +90,8 @@ def test_rows_of_a_store_that_was_condemned_meanwhile_are_dropped(
 ) -> None:
     feed, _ = filled
     assert_right(feed, STEPS[0], (2, 0, 0))
-    assert feed.samples._store is not None
-    feed.samples._store.condemn()
+    assert feed.samples.keeper.store is not None
+    feed.samples.keeper.store.condemn()
     assert_right(feed, STEPS[1], (0, 0, 2))
 
 
@@ -123,7 +123,7 @@ def labelled(rows: Any) -> None:
     """Have a feed's rows be compared with the labels of its data set."""
     labels = rows.samples.dataset.data.tensors[1]
     changed = lambda ids, kept: labels[ids] != kept["y"]  # noqa: E731
-    rows._rows.content = replace(rows._rows.content, changed=changed)
+    rows.keeper.format.content = replace(rows.keeper.format.content, changed=changed)
 
 
 @pytest.mark.parametrize("is_undisturbed", [False, True])
@@ -133,7 +133,9 @@ def test_a_label_that_is_corrected_meanwhile_shows_at_once_where_others_run_betw
     feed, sizes = filled
     feed.samples.is_undisturbed = is_undisturbed
     labelled(feed.samples)
-    feed.samples._cache = feed.samples._cache_over(feed.samples._store, feed.samples._rows.content)
+    feed.samples._cache = feed.samples.keeper.cache_over(
+        feed.samples.keeper.store, feed.samples.keeper.format.content
+    )
     assert_right(feed, STEPS[0], (2, 0, 0))
     before = feed.data.data.tensors[1].clone()
     feed.data.data.tensors[1][9] += 1

@@ -41,13 +41,13 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def let_cpus_be_asked(patch: pytest.MonkeyPatch) -> None:
     """Let `cache_device="cuda"` mean the device that computes, whichever it is."""
-    patch.setattr("pipetransformer.feed.sample_feed.check_device", lambda *_: None)
+    patch.setattr("pipetransformer.feed.row_keeper.check_device", lambda *_: None)
 
 
 def test_auto_takes_the_device_where_all_rows_have_room(tmp_path: Path, room: list[int]) -> None:
     feed = Feed(tmp_path)
     feed.set_depth(2)
-    assert isinstance(feed.samples._store, DeviceStore)
+    assert isinstance(feed.samples.keeper.store, DeviceStore)
     assert_fetch(feed, 2, (0, 0, 5))
     assert_fetch(feed, 2, (5, 0, 0))
     feed.set_depth(3)
@@ -64,7 +64,7 @@ def test_auto_leaves_the_device_alone_where_one_byte_is_missing(
     for _ in range(2):
         feed = Feed(tmp_path)
         feed.set_depth(2)
-        store = feed.samples._store
+        store = feed.samples.keeper.store
         feed.samples.close()
         assert store is not None
         room[0] = device_bytes(store.layout, len(tiny_data())) + spare
@@ -74,7 +74,7 @@ def test_auto_leaves_the_device_alone_where_one_byte_is_missing(
 def test_cpu_is_a_file_whatever_has_room(tmp_path: Path, room: list[int]) -> None:
     feed = Feed(tmp_path, cache_device="cpu")
     feed.set_depth(2)
-    assert isinstance(feed.samples._store, RowStore)
+    assert isinstance(feed.samples.keeper.store, RowStore)
     feed.samples.close()
 
 
@@ -96,7 +96,7 @@ def test_a_device_that_is_full_after_all_means_host_memory_and_one_warning(
     with caplog.at_level(logging.WARNING):
         feed.set_depth(2)
         feed.set_depth(3)
-    assert isinstance(feed.samples._store, RowStore)
+    assert isinstance(feed.samples.keeper.store, RowStore)
     assert len(caplog.messages) == 1 and "do not fit cpu; cache_dtype=" in caplog.text
     feed.samples.close()
 
@@ -127,7 +127,7 @@ def fetch_in_turn(folder: str, cache_device: str) -> tuple[str, list[Any]]:
                 torch.testing.assert_close(batch["hidden"], feed.expect(2), rtol=1e-12, atol=1e-12)
                 found.append(counts(stats))
             dist.barrier()
-        kind = type(feed.samples._store).__name__
+        kind = type(feed.samples.keeper.store).__name__
         feed.samples.close()
     return kind, found
 
@@ -180,7 +180,7 @@ def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, 
     ):  # fmt: skip
         trainer.fit()
         feeds = (feed_of(trainer), evaluation_feed_of(trainer))
-        kinds = {type(feed._store) for feed in feeds if feed is not None}
+        kinds = {type(feed.keeper.store) for feed in feeds if feed is not None}
         assert kinds == {DeviceStore if settings.get("cache", True) else type(None)}
         return trainer, trainer.state_dict()
 

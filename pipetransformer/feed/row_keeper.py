@@ -1,0 +1,288 @@
+"""Keep the rows of a data set's samples: in which store, and whether at all."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from autocache import (
+    ActivationStore,
+    KeptRows,
+    KeptStore,
+    PrefixCache,
+    RowContent,
+    RowLayout,
+    RowSets,
+)
+from autodp import broadcast_json, gather_json
+from autopipe.profile import Profile
+from pipetransformer.feed.collation import Batch
+from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.kept_origin import about_rows, data_origin, machine_origin
+from pipetransformer.feed.kept_proof import KeptProof
+from pipetransformer.feed.node_store import (
+    behind,
+    check_device,
+    make_store,
+    share_kept,
+    warn_of_others,
+)
+from pipetransformer.feed.row_format import RowFormat
+from pipetransformer.feed.samples import Samples
+from pipetransformer.processes import World
+
+_LOGGER = logging.getLogger(__name__)
+
+# Fewer bytes than these are read faster than a thread hands them over.
+_LEAST_AHEAD_BYTES = 1 << 20
+_IN_MEMORY = Path("/dev/shm")
+
+
+@final
+class RowKeeper:
+    """Own the store of a frozen prefix's rows, and say which row a sample has.
+
+    Args:
+        num_views: of each sample that have rows; 0 where each is asked for once.
+
+    Attributes:
+        format: what a row holds.
+        store: None where none is of use.
+        known: digests of this run's samples, to compare rows of other runs with.
+        advice: what to do where samples vary.
+    """
+
+    def __init__(
+        self, prefix: FrozenPrefix, world: World, samples: Samples, *, num_views: int
+    ) -> None:
+        self._prefix, self._world, self._samples = prefix, world, samples
+        self._task, self._num_samples = prefix.task, len(samples.dataset)
+        self.advice = (
+            "The Trainer's cache_views= keeps a few fixed views of each sample, its cache=False "
+            "says that none are to be kept, its eval_collate_fn= how evaluations' batches are made"
+        )
+        config = self._task.config
+        check_device(config, world.device)
+        self._chunk_size = config.prefix_chunk_of(world.size, on_gpu=world.device.type == "cuda")
+        self._num_views, self._gave_up = num_views, num_views == 0
+        self.format = RowFormat(prefix, world, samples, chunk_size=self._chunk_size)
+        self.store: ActivationStore | None = None
+        self.known: Tensor | None = None
+        self._kept: KeptStore | None = None
+        self._is_in_memory = Path(config.cache_folder) == _IN_MEMORY
+        # Samples whose rows are on their way from the disk.
+        self._expected = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def may_cache(self) -> bool:
+        """Tell whether rows are kept: asked for, and not given up."""
+        return self._task.config.cache and not self._gave_up
+
+    def look_for_randomness(self) -> None:
+        """Give up the cache, with a warning, where a sample has no fixed value. Collective.
+
+        It may change from read to read, or with the samples of its batch.
+
+        Raises:
+            ValueError: on every rank: cache_views was set.
+        """
+        views = self._task.config.cache_views is not None
+        varies = self._samples.vary_between_reads(same_seed=views)
+        # Samples that vary anyway would look mixed, too.
+        told = varies, not varies and self._samples.mix_in_batches()
+        varies, mix = map(any, zip(*gather_json(told, group=self._world.group), strict=True))
+        if not varies and not mix:
+            return
+        if views:
+            raise ValueError(
+                "collate_fn gives samples other values together than one by one, so that there "
+                "are no fixed views of them; leave cache_views= out"
+                if mix
+                else "the training set gives other values each time a sample is read, whatever "
+                "the seed, so that there are no fixed views of it; draw random numbers from "
+                "torch, numpy or random, or leave cache_views= out"
+            )
+        self._gave_up = True
+        if self._world.is_main:
+            _LOGGER.warning(
+                "no cache: collate_fn gives samples other values together than one by one (it "
+                "mixes those of a batch); the frozen prefix is computed at every step. %s"
+                if mix
+                else "no cache: the training set gives other values each time a sample is read "
+                "(random augmentation); the frozen prefix is computed at every step. %s",
+                self.advice,
+            )
+
+    def give_up(self) -> None:
+        """Keep no rows from now on."""
+        self._gave_up = True
+
+    def warn_of_padding(self) -> None:
+        """Warn where losses depend on how many replicas there are."""
+        if self._world.is_main and self._world.size > 1 and self.format.padding_may_matter():
+            _LOGGER.warning(
+                "collate_fn pads each replica's samples of a step to their longest, and outputs "
+                "may depend on that: then losses depend on the number of replicas. Pad all "
+                "samples to one length"
+            )
+
+    def most_bytes(self, profile: Profile, measured: Batch) -> int:
+        """Estimate the most that a node's cache will take, whatever freezes.
+
+        Args:
+            profile: knows the bytes of a sample's activations.
+            measured: the batch that the profile was measured on.
+        """
+        model, config = self._task.model, self._task.config
+        row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
+        row_bytes *= self.format.longest_over(measured)
+        if config.cache_dtype is not None:
+            weights = next(model.model.parameters()).dtype
+            computed = self._task.computes_in or weights
+            row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed.itemsize
+        needed = int(row_bytes * self._num_views * self._num_samples)
+        return min(needed, config.cache_limit_bytes or needed)
+
+    def cache_over(
+        self, store: ActivationStore | None, content: RowContent, known: Tensor | None = None
+    ) -> PrefixCache:
+        return PrefixCache(
+            self._prefix.run_layers,
+            chunk_size=self._chunk_size,
+            store=store,
+            stamps=self._prefix.stamps,
+            device=self._world.device,
+            content=content,
+            known=known,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what this node's cache takes now."""
+        return self.store.num_bytes if self.store is not None else 0
+
+    @property
+    def uses_store(self) -> bool:
+        return self.store is not None and self._prefix.uses_cache and not self._gave_up
+
+    def view(self, epoch: int) -> int:
+        """Return the view of each sample that an epoch has."""
+        views = self._task.config.cache_views
+        return epoch if views is None else epoch % views  # Without views each epoch is its own.
+
+    def reads_ahead(self, store: ActivationStore, ids: Tensor) -> bool:
+        """Return whether a thread reads rows of so many samples beside a step."""
+        is_slow = len(ids) * store.layout.row_bytes >= _LEAST_AHEAD_BYTES
+        return store.reads_ahead and (is_slow or self._world.device.type == "cuda")
+
+    def row_ids(self, ids: Tensor, epoch: int, *, num_rows: int | None = None) -> Tensor:
+        """Return samples' rows; where the store has fewer rows, those that have one are spread."""
+        if num_rows is None:
+            num_rows = self.store.num_rows if self.store is not None else 0
+        num_all = self._num_views * self._num_samples
+        wanted = ids + self.view(epoch) * self._num_samples if self._num_views > 1 else ids
+        if num_rows in (0, num_all):
+            return wanted
+        # A sample has a row if its share of all rows reaches the next whole number. The number
+        # one beyond the last row says that it has none.
+        slots = wanted * num_rows // num_all
+        return slots.where((wanted + 1) * num_rows // num_all > slots, num_rows)
+
+    def expect(self, ids: Tensor, epoch: int) -> None:
+        """Have the disk begin to read rows that are asked for later."""
+        if self.store is not None and not self._is_in_memory:
+            self.store.expect(self.row_ids(ids[~torch.isin(ids, self._expected)], epoch))
+            self._expected = ids
+
+    def agree_to_give_up(self) -> bool:
+        """Tell whether any node's cache was given up, or is condemned. Collective."""
+        condemned = self.store is not None and self.store.is_condemned()
+        if self._task.config.cache_keep:
+            # Before the ranks meet: a set makes room for the next only when nobody uses it.
+            self.drop()
+        self._gave_up = any(gather_json(self._gave_up or condemned, group=self._world.group))
+        return self._gave_up
+
+    def match_store(self) -> None:
+        """Make another store if rows of this depth have another layout, or a set of their own."""
+        layout = self.format.agree_on_layout()
+        if self.store is not None and self.store.layout == layout:
+            return
+        self.drop()
+        if layout is None:
+            self._gave_up = True
+            return
+        limit = self._task.config.cache_limit_bytes
+        num_rows = self._num_views * self._num_samples
+        if self._task.config.cache_keep:
+            self.store = self._kept_store(layout, num_rows)
+            self._gave_up = self.store is None
+            return
+        if limit is not None:
+            num_rows = min(num_rows, limit // layout.row_bytes)
+        if num_rows == 0:
+            if self._world.is_main:
+                _LOGGER.warning(
+                    "cache_limit_bytes=%d holds no row of %d bytes: the frozen prefix is computed "
+                    "at every step",
+                    limit,
+                    layout.row_bytes,
+                )
+            return
+        self.store = make_store(self._world, self._task.config, layout, num_rows)
+        self._gave_up = self.store is None
+
+    def _kept_store(self, layout: RowLayout, num_rows: int) -> ActivationStore | None:
+        """Open the rows that are kept for this prefix, or make room for them. Collective."""
+        config, world = self._task.config, self._world
+        found: Any = None
+        if world.is_main:  # Rank 0 always holds the prefix.
+            content, num_views = self.format.content, self._num_views
+            data = data_origin(self._samples, content, config, num_views=num_views)
+            found = [data, self._prefix.stamps[-1], secrets.randbits(63)]
+        data, stamp, run = broadcast_json(found, group=world.group)
+        kept = KeptRows(
+            RowSets(Path(config.cache_folder), limit_bytes=config.cache_limit_bytes),
+            {**data, **machine_origin(world.device, chunk_size=self._chunk_size)},
+            about_rows(self._task.model, self._prefix.depth, self._num_samples),
+            run,
+        )
+        store = share_kept(world, kept, layout, num_rows, stamp=stamp, is_right=self._proves_right)
+        if store is None:
+            return None
+        self._kept = store
+        is_told = config.cache_fingerprint is not None
+        if not is_told and (self.known is None or len(self.known) != store.num_rows):
+            self.known = torch.zeros(store.num_rows, dtype=torch.int64)
+        return behind(world, store)
+
+    def _proves_right(self, store: KeptStore) -> bool:
+        """Return whether rows that were found are what this run computes, as far as a rank can."""
+        if not self._prefix.on_stage_0:
+            return True
+        ids = torch.arange(self._num_samples)
+        rows = self.row_ids(ids, 0, num_rows=store.num_rows)
+        return self._proof(epoch=0).holds(store, ids, rows)
+
+    def _proof(self, *, epoch: int) -> KeptProof:
+        stamps, content, view = self._prefix.stamps, self.format.content, self.view(epoch)
+        return KeptProof(self.cache_over, stamps, self._samples, content, view)
+
+    def prove_others(self, ids: Tensor, epoch: int) -> None:
+        """Read no row of another run before some of its rows were computed again."""
+        store = self._kept
+        if store is None or store.is_condemned():
+            return
+        if not self._proof(epoch=epoch).holds(store, ids, self.row_ids(ids, epoch)):
+            warn_of_others(store)
+
+    def drop(self) -> None:
+        """Let go of the store; rows that are kept between runs stay."""
+        if self.store is not None:
+            self.store.close()
+            self.store = self._kept = None
