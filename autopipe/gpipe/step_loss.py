@@ -12,6 +12,9 @@ from autopipe.engine import Payload
 from autopipe.gpipe.micro_batch import as_batch, as_payload, scatter
 from autopipe.loss import Loss, SplitProbe, head_of
 
+_PROBED_STEPS = 1024
+"""Steps among which every eighth is probed: a module knows of no epochs."""
+
 
 class StepLoss:
     """Return each micro-batch's value to back-propagate, and sum up the mean.
@@ -42,7 +45,7 @@ class StepLoss:
         # A new probe each step: kept in the module, it would make the user's function part of it.
         self._probe = None if number is None else SplitProbe(loss, num_steps_before=number)
         if self._probe is not None:
-            self._probe.begin_step()
+            self._probe.begin_step(in_first_epoch=(number or 0) < _PROBED_STEPS)
         self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
         self._counts_given = self._has_gradient = False
         self._corrections: dict[tuple[torch.device, torch.dtype], Tensor] = {}

@@ -1,10 +1,12 @@
 """Find out whether an unknown loss joins from parts to the whole.
 
-    step       0 1 2 3 4 5 6 7 8 ...  16 ...  24 ...
-    probed     * * * * * * * * *       *       *
+    epoch      0                                1         2
+    step       0 1 2 3 4 5 6 7 8 ... 16 ... 24  25 26 ... 50 51 ...
+    probed     * * * * * * * * *     *      *   *         *
 
-Values and gradients by the output are compared. The first steps reveal most losses, later ones
-what appears only then, such as ignored targets. Rare differences may stay unseen.
+Values and gradients by the output are compared. The first steps reveal most losses. The others of
+the first epoch reveal what few samples show, such as ignored targets: by its end all samples have
+had their turn. From then on only what changes with the epoch is looked for.
 """
 
 from __future__ import annotations
@@ -59,25 +61,27 @@ class SplitProbe:
     counts its calls counts these, too. An exact `Loss` is not probed.
 
     Args:
-        num_steps_before: steps before this probe's first one.
+        num_steps_before: steps of the same loss before this probe's first one.
     """
 
     def __init__(self, loss_fn: Loss, *, num_steps_before: int = 0) -> None:
         self._loss_fn = loss_fn
         self._step = num_steps_before - 1
+        self._is_due = False
         self._parts: list[_Part] = []
         self._is_random = False
         self._difference = ""
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, in_first_epoch: bool = True, starts_epoch: bool = False) -> None:
         """Count a step, and forget the parts of the step before."""
         self._step += 1
+        comes_round = in_first_epoch and self._step % _PERIOD_STEPS == 0
+        self._is_due = starts_epoch or comes_round or self._step < _FIRST_STEPS
         self._parts = []
 
     def watch(self, output: Any, target: Any) -> None:
         """Keep a micro-batch's output and target for the probe, before the loss is computed."""
-        is_due = self._step < _FIRST_STEPS or self._step % _PERIOD_STEPS == 0
-        if self._loss_fn.is_exact or self._is_random or not is_due:
+        if self._loss_fn.is_exact or self._is_random or not self._is_due:
             return
         part = (tree_map(Tensor.detach, output), target)
         # Only tensors whose first dimension is the sample can be split.

@@ -57,7 +57,7 @@ def compare_steps(
         for number, plan in enumerate(_plans(task, world, num_samples)):
             deployment.change(Decision(number, 0, plan, False, "to verify"))
             stage = deployment.active_stage
-            coming = ComingStep(torch.arange(num_samples), number, 1.0)
+            coming = ComingStep(torch.arange(num_samples), number, 0, True, 1.0)
             result = stage.train_step(coming, feed.rows(0))
             step = _publish(reference.step() if reference else None, task.model, world)
             # An update makes what float32 has rounded some ten times larger.

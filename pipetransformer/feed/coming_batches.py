@@ -26,11 +26,14 @@ class ComingStep:
 
     Args:
         ids: (B,) int64, the whole global batch.
+        starts_epoch: whether it is the epoch's first step.
         learning_rate_factor: on the rate of each parameter group as it was built.
     """
 
     ids: Tensor
     step: int
+    epoch: int
+    starts_epoch: bool
     learning_rate_factor: float
 
 
@@ -56,7 +59,7 @@ class ComingBatches:
         timeline, position = self._timeline, self._timeline.position
         size = timeline.global_batch(replicas)
         ids = self._sampler.global_batch(position.epoch, position.sample, size)
-        coming = ComingStep(ids, position.step, timeline.learning_rate_factor(replicas))
+        coming = _coming(ids, timeline, replicas)
         sample = position.sample + len(ids)
         # Behind an epoch's end or a decision this rank may be given other samples.
         if sample >= timeline.num_samples or timeline.decision_follows():
@@ -78,7 +81,7 @@ class ComingBatches:
             ids = self._sampler.global_batch(at.epoch, at.sample, ahead.global_batch(replicas))
             if steps and len(ids) != len(steps[0].ids):
                 break
-            steps.append(ComingStep(ids, at.step, ahead.learning_rate_factor(replicas)))
+            steps.append(_coming(ids, ahead, replicas))
             ahead.advance(len(ids))
         return steps
 
@@ -119,6 +122,11 @@ class ComingBatches:
                 "group_by_length and, where that is set, global_batch_size of the save, or from "
                 "the end of an epoch"
             )
+
+
+def _coming(ids: Tensor, timeline: Timeline, replicas: int) -> ComingStep:
+    at, factor = timeline.position, timeline.learning_rate_factor(replicas)
+    return ComingStep(ids, at.step, at.epoch, timeline.at_epoch_start, factor)
 
 
 def _hash(ids: Tensor) -> str:

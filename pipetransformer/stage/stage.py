@@ -74,7 +74,8 @@ class Stage:
         self._evaluation_modes = modes_of(task.model, indices, training=False)
         self._watch = StageWatch(task, prefix, indices)
         self._has_unseen = False
-        self._probe, self._evaluation_probe = SplitProbe(task.loss_fn), SplitProbe(task.loss_fn)
+        self._probe = SplitProbe(task.loss_fn)
+        self._has_evaluated = False
         self._sums = WorldSums(world, timeout_s=wiring.timeout_s, counts=self.speaks_for_stage)
         self._refusals = Refusals(task, world, indices, reads=self.index == 0, probe=self._probe)
         self._end = self._step_end()
@@ -177,6 +178,7 @@ class Stage:
     ) -> TrainWork:
         """Return what this rank computes of a global batch."""
         own, first = self.share.slice_of(coming.ids)
+        self._probe.begin_step(in_first_epoch=coming.epoch == 0, starts_epoch=coming.starts_epoch)
         following = None if next_ids is None else self.share.read_of(next_ids)
         return TrainWork(
             self._wiring,
@@ -206,7 +208,7 @@ class Stage:
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""
-        probe = self._evaluation_probe
+        probe = SplitProbe(self._task.loss_fn)
         with torch.no_grad(), in_mode(self._evaluation_modes):
             # Ranks meet in each round, so a spare, or a replica without examples, never waits for
             # longer than a round takes. All count the largest replica's rounds.
@@ -214,11 +216,13 @@ class Stage:
                 differs = False
                 if len(ids):
                     batches = MicroBatches(ids, self._cut.sizes(len(ids)), rows)
+                    probe.begin_step(in_first_epoch=not self._has_evaluated)
                     work = EvaluationWork(self._wiring, batches, results=results, probe=probe)
                     self._run_forwards(work)
                     differs = probe.finds_difference()
                 if any(self._sums.of([float(differs)])):
                     probe.refuse()
+        self._has_evaluated = True
 
     def rounds(self, num_samples: int) -> list[Tensor]:
         """Return this replica's share of the examples 0..num_samples-1, in evaluation batches."""

@@ -221,7 +221,6 @@ class TrainWork(LayerWork):
         super().__init__(wiring, batches)
         self._step, self.loss, self._probe = step, loss, probe
         self.where = f"step {step}: "
-        probe.begin_step()
         sizes = batches.sizes
         # Positions in the global batch, which are the same however it is cut.
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
@@ -308,7 +307,6 @@ class EvaluationWork(LayerWork):
         super().__init__(wiring, batches)
         self._results = results
         self._probe = probe
-        probe.begin_step()
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
         output, entries = only_tensor(outputs), self._entries[micro_batch]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopipe.loss import Loss
 from tests.helpers.loops import TINY, make_trainer
-from tests.helpers.models import tiny_model
+from tests.helpers.models import tiny_data, tiny_model
 from tests.helpers.pool import Pool
 
 
@@ -193,3 +193,56 @@ def test_micro_batches_without_anything_to_learn_from_train_on_any_replicas(
     expected = train_on_few()
     for losses in two_ranks.run(train_on_few):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+CALLS: list[int] = []
+"""The sizes of the calls of `switched`; global, as a loss that holds a count is refused."""
+
+
+def switched(output: Tensor, target: Tensor) -> Tensor:
+    """Depend on the split where a test has set WEIGHS."""
+    CALLS.append(len(output))
+    return weighted(output, target) if WEIGHS else F.cross_entropy(output, target)
+
+
+WEIGHS: list[bool] = []
+
+
+def test_behind_the_first_epoch_an_epoch_s_first_step_alone_is_probed() -> None:
+    # A loss was called more often than a plain loop does at every 8th step, for ever.
+    job = replace(TINY, loss_fn=switched, settings={"global_batch_size": 2, "epochs": 3})
+    settings = {"pipeline_length": 1, "micro_batches": 1}
+    calls: list[int] = []
+    with make_trainer(job, **settings) as trainer:
+        trainer.begin()
+        while trainer.epoch < 2:
+            CALLS.clear()
+            trainer.step()
+            calls.append(len(CALLS))
+        # The whole and its parts beside the step's own.
+        assert calls == [4 if step in (*range(9), 13) else 1 for step in range(26)]
+        WEIGHS.append(True)
+        try:
+            with pytest.raises(ValueError, match="'switched' depends on how a batch is split"):
+                trainer.step()
+        finally:
+            WEIGHS.clear()
+
+
+def test_each_evaluation_s_first_batches_are_probed() -> None:
+    job = replace(TINY, loss_fn=switched, settings={"eval_batch_size": 2})
+    data = tiny_data()
+    calls = []
+    with make_trainer(job) as trainer:
+        trainer.begin()
+        for _ in range(2):
+            CALLS.clear()
+            trainer.evaluate(data)
+            calls.append(len(CALLS))
+        assert calls == [13 + 3 * 9, 13 + 3 * 8]
+        WEIGHS.append(True)
+        try:
+            with pytest.raises(ValueError, match="'switched' depends on how a batch is split"):
+                trainer.evaluate(data)
+        finally:
+            WEIGHS.clear()

@@ -24,8 +24,10 @@ def finds(loss_fn: Any, output: Tensor, target: Any, sizes: tuple[int, ...]) -> 
     return probe.finds_difference()
 
 
-def watch_step(probe: SplitProbe, output: Tensor, target: Any, sizes: tuple[int, ...]) -> None:
-    probe.begin_step()
+def watch_step(
+    probe: SplitProbe, output: Tensor, target: Any, sizes: tuple[int, ...], **where: bool
+) -> None:
+    probe.begin_step(**where)
     first = 0
     for size in sizes:
         rows = slice(first, first + size)
@@ -144,7 +146,7 @@ def test_samples_of_different_shapes_are_not_joined() -> None:
     assert calls == [(2, 3), (1, 3), (1, 3)]
 
 
-def test_the_first_8_steps_are_probed_and_every_8th() -> None:
+def test_the_first_epoch_is_probed_and_each_later_epoch_s_first_step() -> None:
     calls: list[int] = []
 
     def note(output: Tensor, target: Tensor) -> Tensor:
@@ -155,11 +157,14 @@ def test_the_first_8_steps_are_probed_and_every_8th() -> None:
     for step in range(100):
         for one in (probe, exact):
             output = torch.zeros(4, 2, requires_grad=True)
-            watch_step(one, output, torch.full((4, 2), float(step)), (4,))
+            target = torch.full((4, 2), float(step))
+            # An epoch of 25 steps.
+            where = {"in_first_epoch": step < 25, "starts_epoch": step % 25 == 0}
+            watch_step(one, output, target, (4,), **where)
             assert not one.finds_difference()
-    assert sorted(set(calls)) == [*range(8), *range(8, 100, 8)]
+    assert sorted(set(calls)) == [*range(8), 8, 16, 24, 25, 50, 75]
     # The whole and two parts; the exact loss is not called at all.
-    assert len(calls) == 3 * 20
+    assert len(calls) == 3 * 14
 
 
 def test_what_is_kept_is_bounded_but_two_samples() -> None:
