@@ -13,8 +13,8 @@ differ.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import torch
@@ -32,7 +32,14 @@ from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_te
 from pipetransformer.model.losses import own_loss
 from pipetransformer.model.own_forward import CutForward, Entries, output_of
 from pipetransformer.model.peft_models import name_untied, unwrapped
-from pipetransformer.model.recording import NoRowError, Row, find_rows, whole_in_mode
+from pipetransformer.model.recording import (
+    NoRowError,
+    Recording,
+    Row,
+    record,
+    watched,
+    whole_in_mode,
+)
 from pipetransformer.model.transformer import (
     qualified_name,
     refuse_lost_checkpointing,
@@ -92,6 +99,9 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
+    Its forward is called once; once more where it can keep keys and values, and in a loop that
+    takes the forward's own loss.
+
     Args:
         batch: two samples or more; (N, ...) each. They go to where the model's weights are.
         loss_fn: the user's own; else the model's is looked for.
@@ -114,28 +124,25 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     device = next((parameter.device for parameter in model.parameters()), None)
     batch = {name: entry.to(device) for name, entry in batch.items()}
     given = {name: batch[name] for name in inputs}
-
-    def run() -> Any:
-        return model(**given, **keywords)
-
-    num_samples = len(given[inputs[0]])
-    rows = _found(model, run, num_samples)
+    targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
+    labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
+    # Not in a loop: a model that makes its inputs of labels must be found to fail without.
+    known = {**given, **(labels if loss_fn is None else {})}
+    recording = _recorded(model, known, keywords)
     if takes_cache:
-        _refuse_cache(model, {**given, **(constants or {})})
-    if unties and rows[0].below & rows[0].above:
-        _untie(model, rows[0])
-        rows = _found(model, run, num_samples)
+        _refuse_cache(model, {**known, **(constants or {})}, recording.answer)
+    if unties and recording.rows[0].below & recording.rows[0].above:
+        recording = replace(recording, rows=[_untied(model, recording.rows[0])])
     _refuse_random_depth(model)
     if beside is not None:
         _refuse_routers(model)
-    targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
     # First, as it says by name what blocks hand to the loss, which no part below could.
-    loss = None if loss_fn is not None else _own_loss(model, targets, given, batch, keywords)
+    loss = None if loss_fn is not None else _own_loss(model, labels, recording.answer)
     if gives_labels:
-        keeps_to_labels |= _is_known_loss(model, targets, given, batch, keywords)
+        keeps_to_labels |= _is_known_loss(model, labels, given, keywords)
     own, mask, answer = _in_parts(
         model,
-        rows,
+        recording,
         given,
         keywords,
         read=output_of if beside is None else None,
@@ -173,11 +180,11 @@ WAYS_OUT = (
 )
 
 
-def _found(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[Row]:
-    """Return what may be a model's row of blocks; errors say which model fails, and what to do."""
-    name = type(model).__name__
+def _recorded(model: nn.Module, given: Entries, keywords: Mapping[str, Any]) -> Recording:
+    """Record a forward; errors say which model fails, and what to do."""
+    name, num_samples = type(model).__name__, len(next(iter(given.values())))
     try:
-        return find_rows(model, run, num_samples)
+        return record(model, lambda: model(**given, **keywords), num_samples)
     except NoRowError as error:
         raise ValueError(
             f"this {name} has no row of blocks at which it could be cut and frozen: {error}. "
@@ -200,17 +207,21 @@ def _refuse_routers(model: nn.Module) -> None:
         )
 
 
-def _is_known_loss(model: nn.Module, *given: Any) -> bool:
+def _is_known_loss(
+    model: nn.Module, labels: Entries, given: Entries, keywords: Mapping[str, Any]
+) -> bool:
     """Return whether a model's own loss is one that reads nothing where its label says so."""
     try:
-        return _own_loss(model, *given) is not None
+        with torch.no_grad(), whole_in_mode(model, training=False):
+            answer = model(**{**given, **labels}, **keywords) if labels else None
+        return _own_loss(model, labels, answer) is not None
     except (TypeError, ValueError):
         return False
 
 
 def _in_parts(
     model: nn.Module,
-    rows: Sequence[Row],
+    recording: Recording,
     given: Entries,
     keywords: Mapping[str, Any],
     *,
@@ -226,10 +237,9 @@ def _in_parts(
     """
     inputs, why = tuple(given), ""
     with torch.no_grad(), whole_in_mode(model, training=False):
-        whole = model(**given, **keywords)
-        read, is_known = _reading(whole, read)
-        expected = read(whole)
-        for row in rows:
+        read, is_known = _reading(recording.answer, read)
+        expected = read(recording.answer)
+        for row in recording.rows:
             own = CutForward(model, row, inputs=inputs, keywords=keywords, example={})
             try:
                 answer = run_through(own, given, read)
@@ -264,12 +274,11 @@ def _reading(
     return read or output_of, True
 
 
-def _refuse_cache(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _refuse_cache(model: nn.Module, given: Mapping[str, Any], answer: Any) -> None:
     """Raise a ValueError where keys and values that are kept for more tokens change the answer."""
-    with torch.no_grad(), whole_in_mode(model, training=False):
-        answers = [model(**given, **more) for more in ({}, {"use_cache": False})]
-    read, _ = _reading(answers[1], None)
-    one, other = map(read, answers)
+    read, _ = _reading(answer, None)
+    with watched(model):  # As it was recorded, or other kernels might run.
+        one, other = read(model(**given)), read(answer)
     if one.shape == other.shape and not torch.equal(one, other):
         raise ValueError(
             f"this {type(model).__name__} gives other outputs with use_cache=False, which trains "
@@ -278,35 +287,27 @@ def _refuse_cache(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
-def _own_loss(
-    model: nn.Module,
-    targets: tuple[str, ...],
-    given: Entries,
-    batch: Entries,
-    keywords: Mapping[str, Any],
-) -> LossFunction | None:
-    """Return the loss that the model itself computes; None where it computes none."""
+def _own_loss(model: nn.Module, labels: Entries, answer: Any) -> LossFunction | None:
+    """Return the loss that the model itself computed of labels; None where it computes none."""
     if qualified_name(type(unwrapped(model))).startswith("timm."):
         return F.cross_entropy
-    labels = {name: batch[name] for name in targets if name in batch}
-    if not labels or targets == ("y",):
+    if not labels or getattr(answer, "loss", None) is None:
         return None
-    with torch.no_grad(), whole_in_mode(model, training=False):
-        answer = model(**given, **labels, **keywords)
-    if getattr(answer, "loss", None) is None:
-        return None
-    target = next(iter(labels.values())) if len(targets) == 1 else labels
+    target = next(iter(labels.values())) if len(labels) == 1 else labels
     return own_loss(model, unwrapped(model).config, answer, output_of(answer), target)
 
 
-def _untie(model: nn.Module, row: Row) -> None:
+def _untied(model: nn.Module, row: Row) -> Row:
     """Give modules above the blocks copies of the parameters that modules below hold, too.
 
+    Returns:
+        the row, whose head reads the copies.
     Raises:
         ValueError: the head has no module of its own that holds such a parameter.
     """
-    parameters = dict(model.named_parameters())
-    for name in sorted(row.below & row.above & parameters.keys()):
+    parameters, copies = dict(model.named_parameters()), set()
+    tied_names = row.below & row.above & parameters.keys()
+    for name in sorted(tied_names):
         tied, own = parameters[name], nn.Parameter(parameters[name].detach().clone())
         own.requires_grad_(tied.requires_grad)
         holders = [
@@ -322,10 +323,13 @@ def _untie(model: nn.Module, row: Row) -> None:
             )
         for module, attribute in holders:
             setattr(module, attribute, own)
+        copies.add(own)
         name_untied(model, [module for module, _ in holders])
     config = getattr(unwrapped(model), "config", None)
     if config is not None:  # Or `from_pretrained` would tie them again.
         config.tie_word_embeddings = False
+    names = {name for name, parameter in model.named_parameters() if parameter in copies}
+    return replace(row, above=row.above - tied_names | names)
 
 
 def row_of(layered: LayeredModel) -> Row:

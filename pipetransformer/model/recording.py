@@ -13,7 +13,6 @@ has returned. Nothing is guessed from names: a model is read by running it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
     from pipetransformer.model.parts import Packing
@@ -116,38 +115,48 @@ class Row:
         return self.blocks if depth and self.packing is not None else self.blocks[:depth]
 
 
-def find_rows(model: nn.Module, run: Callable[[], Any], num_samples: int) -> list[Row]:
-    """Find what may be a model's row of blocks, the best first, by running it.
+@dataclass(frozen=True)
+class Recording:
+    """Hold what a forward has shown of a model: its rows, the best first, and its answer."""
+
+    rows: list[Row]
+    answer: Any
+
+
+def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Recording:
+    """Find what may be a model's row of blocks, by one forward; by two where blocks repeat.
 
     Args:
-        run: calls the model's forward on a few samples.
+        run: calls the model's forward on a few samples, and returns its answer.
     Raises:
         NoRowError: no list of modules is such a row; the message says of each why not.
     """
     reasons: list[str] = []
     rows: list[Row] = []
-    loops: list[str] = []
-    with _watched(model):
-        candidates = deque(_candidates(model))
-        while candidates:
-            name, blocks = candidates.popleft()
-            record = _Record(model, blocks)
-            with record.listening():
-                run()
-            try:
-                rows.append(record.row(name, num_samples))
-            except NoRowError as error:
-                reasons.append(f"{name}: {error}")
-                if record.repeats:
-                    loops.append(name.rpartition(".")[0])
+    answer: Any = None
+    with watched(model):
+        candidates = _candidates(model)
+        while candidates and not rows:
+            records = {name: _Record(model, blocks) for name, blocks in candidates}
+            with ExitStack() as stack:
+                for one in records.values():
+                    stack.enter_context(one.listening())
+                answer = run()
+            loops = []
+            for name, one in records.items():
+                try:
+                    rows.append(one.row(name, num_samples))
+                except NoRowError as error:
+                    reasons.append(f"{name}: {error}")
+                    if one.repeats:
+                        loops.append(name.rpartition(".")[0])
             # Blocks that run many times, as ALBERT's, freeze as one, with what loops over them.
-            if not candidates and not rows and loops:
-                candidates.extend((one, (model.get_submodule(one),)) for one in loops if one)
-                loops.clear()
+            candidates = [(name, (model.get_submodule(name),)) for name in loops if name]
     if not rows:
         raise NoRowError("; ".join(reasons[:3]) or "it holds no list of two blocks or more")
     # What is learned below is computed anew for each block: a decoder's encoder, say.
-    return sorted(rows, key=lambda row: len(row.learned))
+    rows.sort(key=lambda row: len(row.learned))
+    return Recording(rows, tree_map_only(Tensor, Tensor.detach, answer))
 
 
 def _candidates(model: nn.Module) -> list[tuple[str, tuple[nn.Module, ...]]]:
@@ -174,7 +183,7 @@ def _size(module: nn.Module) -> int:
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[None]:
+def watched(model: nn.Module) -> Iterator[None]:
     """Have the model in eval mode, all its parameters needing a gradient, and put that back."""
     flags = {p: p.requires_grad for p in model.parameters()}
     try:
