@@ -30,10 +30,11 @@ from pipetransformer.checks.run_checks import (
 )
 from pipetransformer.checks.sample_faults import naming_bad_samples, naming_first_samples
 from pipetransformer.checks.sublayer_probe import probe_evaluation, probe_sublayers
+from pipetransformer.checks.twins import differ
 from pipetransformer.checks.verification import Verification, verify, verify_recorded
 
 __all__ = [
-    "Verification", "attributes_of", "check_selection", "check_world", "describe_task",
+    "Verification", "attributes_of", "check_selection", "check_world", "describe_task", "differ",
     "naming_bad_samples", "naming_first_samples", "probe_evaluation", "probe_sublayers",
     "refuse_differing_ranks", "refuse_surroundings", "refuse_untrained",
     "try_optimizer", "verify", "verify_recorded", "warn_of_full_float32", "warn_of_large_batch",

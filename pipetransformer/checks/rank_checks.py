@@ -101,8 +101,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 Place: TypeAlias = tuple[nn.Module | None, str]
 """The module that holds something, however deep, and the attribute's name."""
-Numbers: TypeAlias = dict[Place, tuple[float, ...]]
-Values: TypeAlias = dict[Place, list[Tensor]]
+Kept: TypeAlias = dict[Place, tuple[tuple[float, ...], list[Tensor]]]
 _REGISTERED = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that torch keeps up to date itself; the last two are a recurrent module's."""
 _MOST_VALUES, _MOST_MEMBERS = 10_000, 1_000
@@ -118,22 +117,28 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 class Remembered:
     """Hold the numbers, and the tensors with their versions, that a module and its parts keep."""
 
-    numbers: Numbers
+    numbers: dict[Place, tuple[float, ...]]
     tensors: list[tuple[Place, Tensor, int]]
 
-    def has_tensors_of(self, other: Remembered) -> bool:
-        """Tell whether both hold the same tensors, with nothing written into them in between."""
+    def is_as(self, other: Remembered) -> bool:
+        """Return whether both hold the same, with nothing written into tensors in between."""
         # By identity: `==` would compare the tensors' elements.
         mine, its = ([(id(t), version) for _, t, version in one.tensors] for one in (self, other))
-        return mine == its
+        return mine == its and self.numbers == other.numbers
 
-    def values(self) -> Values:
-        """Copy the tensors as they are now; those without plain memory are left out."""
-        values: Values = {}
+    def copied(self) -> Kept:
+        """Copy numbers and tensors as they are now; tensors without plain memory are left out."""
+        kept: Kept = {place: (numbers, []) for place, numbers in self.numbers.items()}
         for place, tensor, _ in self.tensors:
             if tensor.layout == torch.strided and not tensor.is_meta:
-                values.setdefault(place, []).append(tensor.detach().clone())
-        return values
+                kept.setdefault(place, ((), []))[1].append(tensor.detach().clone())
+        return kept
+
+    def put_numbers_back(self) -> None:
+        """Give plain attributes of modules the numbers that they had."""
+        for (module, name), (number, *_) in self.numbers.items():
+            if module is not None and isinstance(vars(module).get(name), (int, float)):
+                setattr(module, name, number)
 
 
 def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
@@ -148,11 +153,12 @@ def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
                 **(part._buffers if with_buffers else {}),
             }.items()
         ]
-    numbers: Numbers = {}
+    numbers: dict[Place, tuple[float, ...]] = {}
     tensors: list[tuple[Place, Tensor, int]] = []
     for place, value in values:
         several = [*held(value)]
-        if own := numbers_in(several):
+        # A NaN equals nothing, and is left out.
+        if own := tuple(x for x in several if isinstance(x, (int, float)) and x == x):
             numbers[place] = own
         # Reading the version of an inference tensor is an error.
         tensors += [
@@ -161,11 +167,6 @@ def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
             if isinstance(one, Tensor)
         ]
     return Remembered(numbers, tensors)
-
-
-def numbers_in(values: Iterable[Any]) -> tuple[float, ...]:
-    """Return the numbers among values; NaN, which equals nothing, is none."""
-    return tuple(one for one in values if isinstance(one, (int, float)) and one == one)
 
 
 def held(value: Any) -> Iterator[Any]:

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map
 from autopipe.loss import refuse_split
 from autopipe.profile import left_as_found
 from autopipe.random_state import plain_random_state, random_state
-from pipetransformer.checks.rank_checks import Numbers, Place, Values, remembered
+from pipetransformer.checks.rank_checks import Kept, Place, Remembered, remembered
+from pipetransformer.checks.twins import differ
 from pipetransformer.feed import Batch, find_changed, own_random_numbers, part_of, seed_plainly
 from pipetransformer.measure import held_on
 from pipetransformer.model import Task, modes_of, set_modes
@@ -34,10 +35,6 @@ from pipetransformer.stage import written_text
 
 _LOGGER = logging.getLogger(__name__)
 
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Relative to a sublayer's largest output; the order of a sum alone changes far less."""
-_COARSEST = 5e-2
-"""The same where sublayers compute in low precision."""
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Errors that keep their class where a sublayer's name is added."""
 
@@ -53,8 +50,8 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
         ValueError: on every rank; the message names the first sublayer, and its fault.
     """
 
-    def run() -> _Probe:
-        probe = _Probe(task, world.device, read(torch.arange(2)))
+    def run() -> Probe:
+        probe = Probe(task, world.device, read(torch.arange(2)))
         probe.run()
         return probe
 
@@ -83,7 +80,7 @@ def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) 
 
     def run() -> None:
         try:
-            probe = _Probe(task, world.device, read(torch.arange(2)))
+            probe = Probe(task, world.device, read(torch.arange(2)))
             task.loss_fn(probe.evaluate()[-1], task.model.targets_of(probe.batch))
         except torch.OutOfMemoryError:
             raise
@@ -95,16 +92,25 @@ def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) 
     agree(run, group=world.group)
 
 
-class _Probe:
-    """Hold two samples on a device, and findings.
+class Probe:
+    """Hold two samples or more on a device, and findings.
 
+    Args:
+        dtype: the coarsest that is computed in; None is as the run does.
     Attributes:
         is_random: the first module that draws random numbers in training, for a message.
         plainly_random: see `probe_sublayers`.
     """
 
-    def __init__(self, task: Task, device: torch.device, samples: Batch) -> None:
-        self.task, self.device = task, device
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        samples: Batch,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.task, self.device, self._dtype = task, device, dtype or task.computes_in
         self.batch = {name: t.to(device) for name, t in samples.items()}
         self.is_random = ""
         self.plainly_random: set[int] = set()
@@ -126,18 +132,16 @@ class _Probe:
         before = remembered(loss.function, with_buffers=True)
         refuse_split(loss, output, target)
         once = remembered(loss.function, with_buffers=True)
-        if once.numbers == before.numbers and once.has_tensors_of(before):
+        if once.is_as(before):
             return
         # What is set once, as a size, does no harm: only a second change counts calls.
-        values = once.values()
+        kept = once.copied()
         refuse_split(loss, output, target)
-        twice = remembered(loss.function, with_buffers=True)
-        counts = "number" if twice.numbers != once.numbers else ""
-        if counts or _changed(twice.values(), values):
-            counts = counts or "tensor"
+        change = _change(remembered(loss.function, with_buffers=True).copied(), kept)
+        if change is not None:
             raise ValueError(
-                f"the loss {loss.name!r} changes a {counts} that it holds in every call; here it "
-                f"is called for every micro-batch, and to be tried, so that such a {counts} "
+                f"the loss {loss.name!r} changes a {change[1]} that it holds in every call; here "
+                f"it is called for every micro-batch, and to be tried, so that such a {change[1]} "
                 "counts no steps: change it in a callback's on_step_end instead"
             )
 
@@ -156,12 +160,9 @@ class _Probe:
                     self.is_random = _random_part(sublayer.name, sublayer.module)
                 if plain_random_state() != plain:
                     self.plainly_random.add(index)
-                has = remembered(sublayer.module)
-                if has.numbers != had.numbers:
-                    self._refuse_counter(index, hidden, batch, had.numbers, has.numbers)
                 # Written parameters and buffers are refused by `_lent`, which names them.
-                if not (has.has_tensors_of(had) or find_changed(model.tensors(index), found)):
-                    self._refuse_memory(index, hidden, batch)
+                if not find_changed(model.tensors(index), found):
+                    self._refuse_memory(index, hidden, batch, had)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
                         # Not autograd.grad, which reentrant checkpointing does not allow.
@@ -175,30 +176,19 @@ class _Probe:
                 trains = trains or any(p.requires_grad for p in sublayer.module.parameters())
             hidden = output.detach()
 
-    def _refuse_counter(
-        self, index: int, value: Tensor | Batch, batch: Batch, before: Numbers, once: Numbers
+    def _refuse_memory(
+        self, index: int, value: Tensor | Batch, batch: Batch, had: Remembered
     ) -> None:
-        """Refuse a sublayer whose numbers change in each call; one that is set once does no harm.
-
-        Args:
-            before, once: its numbers before the first call, and after it.
-        """
-        sublayer = self.task.model.sublayers[index]
-        self._call(index, value, batch)
-        twice = remembered(sublayer.module).numbers
-        # Put back what two calls have counted: training starts from the model as it was given.
-        for (module, name), (number, *_) in before.items():
-            if isinstance(vars(module)[name], (int, float)):
-                setattr(module, name, number)
-        if changed := [key for key in twice if twice[key] != once.get(key)]:
-            raise ValueError(_counts_calls(sublayer.name, "number", changed[0]))
-
-    def _refuse_memory(self, index: int, value: Tensor | Batch, batch: Batch) -> None:
         """Refuse a sublayer whose output depends on earlier inputs, or that counts its calls.
 
-        One that only keeps a result, as attention weights, does no harm.
+        One that only keeps a result, as attention weights, or sets a number once does no harm.
+
+        Args:
+            had: what it kept before its first call.
         """
         sublayer = self.task.model.sublayers[index]
+        if remembered(sublayer.module).is_as(had):
+            return
         outputs, kept = [], []
         for samples in (slice(None), slice(0, 1), slice(None)):
             # The same random numbers each time, so that dropout alone makes no difference.
@@ -207,16 +197,25 @@ class _Probe:
                 seed_plainly(0)
                 given = part_of(value, samples), part_of(batch, samples)
                 outputs.append(self._call(index, *given).detach())
-                kept.append(remembered(sublayer.module).values())
-        if self._differ(outputs[2], outputs[0]):
+                kept.append(remembered(sublayer.module).copied())
+        # Training starts from the model as it was given.
+        had.put_numbers_back()
+        change = _change(kept[2], kept[0])
+        if self._differ(outputs[2], outputs[0]) and (change is None or change[1] != "number"):
             raise ValueError(
                 f"sublayer {sublayer.name!r} gives another output in training once other samples "
-                "have run: it keeps tensors in attributes, which would be others on each replica, "
-                "and lost where layers move; let forward depend on its arguments and parameters "
-                "alone"
+                "have run: it keeps something in attributes, which would be others on each "
+                "replica, and lost where layers move; let forward depend on its arguments and "
+                "parameters alone"
             )
-        if place := _changed(kept[2], kept[0]):
-            raise ValueError(_counts_calls(sublayer.name, "tensor", place))
+        if change is not None:
+            (module, name), kind = change
+            raise ValueError(
+                f"sublayer {sublayer.name!r} changes the {kind} {name!r} of its "
+                f"{type(module).__name__} in every call in training; here it is called for every "
+                f"micro-batch, and to measure, so that such a {kind} counts no steps: keep it "
+                "outside of the model, in a callback's on_step_end for instance"
+            )
 
     def evaluate(self) -> list[Tensor]:
         """Return each sublayer's output in eval mode; refuse one that draws random numbers."""
@@ -238,7 +237,7 @@ class _Probe:
     def _compare(self, index: int, value: Tensor | Batch, expected: Tensor) -> None:
         """Refuse a sublayer that gives one sample another output than two."""
         name, batch = self.task.model.sublayers[index].name, self.batch
-        cuts = (slice(0, 1), slice(1, 2))
+        cuts = (slice(0, 1), slice(1, None))
         with self._lent(index, training=False):
             parts = [self._call(index, part_of(value, cut), part_of(batch, cut)) for cut in cuts]
             if not self._differ(torch.cat(parts), expected):
@@ -280,14 +279,8 @@ class _Probe:
         return output
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
-        if one.shape != other.shape or one.numel() == 0:
-            return one.shape != other.shape
-        if not one.is_floating_point():
-            return not torch.equal(one, other)
         # The last sublayer's output is in float32, also where it was computed in less.
-        computed = self.task.computes_in or one.dtype
-        allowed = _TOLERANCES.get(computed, _COARSEST) * float(other.abs().max())
-        return float((one - other).nan_to_num().abs().max()) > allowed
+        return differ(one, other, self._dtype)
 
     @contextmanager
     def _lent(self, index: int, *, training: bool) -> Iterator[Mapping[str, Tensor]]:
@@ -323,13 +316,15 @@ class _Probe:
                     tensor.copy_(before[name])
 
 
-def _changed(values: Values, before: Values) -> Place | None:
-    """Return where one of as many tensors as before has other values."""
-    for place, old in before.items():
-        now = values.get(place, [])
+def _change(now: Kept, before: Kept) -> tuple[Place, str] | None:
+    """Return where a number or one of as many tensors has another value, and which it is."""
+    for place in now.keys() | before.keys():
+        (numbers, tensors), (had, old) = now.get(place, ((), [])), before.get(place, ((), []))
+        if numbers != had:
+            return place, "number"
         # A list that grows, as a history does, counts no calls.
-        if len(now) == len(old) and any(map(_is_other, now, old)):
-            return place
+        if len(tensors) == len(old) and any(map(_is_other, tensors, old)):
+            return place, "tensor"
     return None
 
 
@@ -341,17 +336,6 @@ def _is_other(now: Tensor, old: Tensor) -> bool:
         return not torch.equal(now, old)
     allowed = 64 * torch.finfo(old.dtype).eps * float(old.nan_to_num().abs().max())
     return float((now - old).nan_to_num().abs().max()) > allowed
-
-
-def _counts_calls(sublayer: str, kind: str, place: Place) -> str:
-    """Say that a sublayer changes what it keeps in every call, and what to do."""
-    module, name = place
-    return (
-        f"sublayer {sublayer!r} changes the {kind} {name!r} of its {type(module).__name__} in "
-        f"every call in training; here it is called for every micro-batch, and to measure, so "
-        f"that such a {kind} counts no steps: keep it outside of the model, in a callback's "
-        "on_step_end for instance"
-    )
 
 
 def _random_part(name: str, sublayer: nn.Module) -> str:

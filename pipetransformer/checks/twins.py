@@ -108,20 +108,22 @@ def mean_loss(value: LossValue) -> Tensor:
 _ALLOWED = {torch.float64: (1e-9, 1e-7), torch.float32: (1e-6, 1e-4)}
 """Absolute and relative differences. In float64 rounding is far below both. In float32 the split
 of a batch alone moves sums by some 1e-6 of their terms."""
+_COARSEST = (1e-4, 3e-2)
+"""The same in low precision."""
 
 
 def find_gap(one: Tensor, other: Tensor, dtype: torch.dtype, *, scale: float = 0.0) -> str:
     """Say how two tensors differ: in shape, by more than rounding, or by a NaN; "" if not.
 
     Args:
-        dtype: the coarsest that the twin computes in, float64 or float32.
+        dtype: the coarsest that was computed in.
         scale: of what the tensors are a part; the relative limit goes by it, or by their largest.
     """
     if one.shape != other.shape:
         return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
     if one.numel() == 0:
         return ""
-    absolute, relative = _ALLOWED[dtype]
+    absolute, relative = _ALLOWED.get(dtype, _COARSEST)
     ours, theirs = one.double(), other.double()
     largest = float(theirs.where(theirs.isfinite(), 0).abs().max())
     # Infinities, as a buffer of extremes begins with, are equal, but their difference is a NaN.
@@ -130,3 +132,29 @@ def find_gap(one: Tensor, other: Tensor, dtype: torch.dtype, *, scale: float = 0
     if difference <= absolute + relative * max(largest, scale):
         return ""
     return f"by {difference:.3g} where the largest is {largest:.3g}"
+
+
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""Relative to the largest number; on a GPU a sum in another order moves more than on a CPU."""
+_LOW = 5e-2
+"""The same where layers compute in low precision, whatever the dtype of what they return."""
+
+
+def differ(one: Tensor, other: Tensor, computes_in: torch.dtype | None) -> bool:
+    """Return whether two tensors differ by more than the order of sums.
+
+    Args:
+        computes_in: the dtype of autocast; None computes in the tensors'.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    if one.numel() == 0:
+        return False
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return True
+    allowed = _TOLERANCES.get(computes_in or one.dtype, _LOW) * float(
+        other.nan_to_num(0, 0, 0).abs().max()
+    )
+    return float((one - other).nan_to_num(0, 0, 0).abs().max()) > allowed

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from autocache import own_lengths
 from autopipe.random_state import random_state
-from pipetransformer.checks import attributes_of
+from pipetransformer.checks import attributes_of, differ
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
@@ -29,10 +29,6 @@ from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mo
 _NUM_SAMPLES, _NUM_ALONE = 3, 2
 """Samples that run together, and how many of them by themselves, too."""
 _MOST_MEMBERS = 64
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Relative to the largest number; the order of a sum alone changes far less."""
-_COARSEST = 5e-2
-"""The same where blocks compute in low precision, whatever the dtype of what they return."""
 
 
 class _Finding(Exception):
@@ -238,26 +234,6 @@ def _plain_leaves(answer: Any) -> list[Any]:
 def _tensors_in(answer: Any) -> list[Tensor]:
     leaves = tree_leaves(answer if not hasattr(answer, "__dict__") else dict(vars(answer)))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def differ(one: Tensor, other: Tensor, computes_in: torch.dtype | None) -> bool:
-    """Return whether two tensors differ by more than the order of sums.
-
-    Args:
-        computes_in: the dtype of autocast; None computes in the tensors'.
-    """
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return True
-    if not one.is_floating_point():
-        return not torch.equal(one, other)
-    if one.numel() == 0:
-        return False
-    if not torch.equal(one.isfinite(), other.isfinite()):
-        return True
-    allowed = _TOLERANCES.get(computes_in or one.dtype, _COARSEST) * float(
-        other.nan_to_num(0, 0, 0).abs().max()
-    )
-    return float((one - other).nan_to_num(0, 0, 0).abs().max()) > allowed
 
 
 def _learned(hidden: Tensor, num_samples: int) -> str:

@@ -19,6 +19,8 @@ from tests.helpers.models import Entries, tiny_data, tiny_model
 from tests.helpers.pool import Pool
 from tests.helpers.unusual import Bounded, Running, decay_by_note, dropping, noted_model, repeated
 
+UNSEEN = ["float64", "float64", ""]
+"""What rank 0 says that has found nothing in float64."""
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64))
 
 
@@ -107,7 +109,7 @@ def test_a_forward_that_writes_is_found_in_pipelines(two_ranks: Pool) -> None:
 def verify_running_unseen() -> str:
     """Verify running statistics with nothing but pipelines to find them."""
     with (
-        mock.patch("pipetransformer.checks.verification.find_difference", return_value=""),
+        mock.patch("pipetransformer.checks.verification._verify_locally", return_value=UNSEEN),
         mock.patch("pipetransformer.stage.stage.StageWatch.find_written", return_value=""),
     ):
         return verify(replace(TINY, build=running))
@@ -130,7 +132,9 @@ def test_a_loss_that_depends_on_the_split_is_found() -> None:
         found = verify(replace(TINY, loss_fn=WEIGHTED))
         assert "the loss 'CrossEntropyLoss' depends on how a batch is split" in found
         assert "when joined from parts" in found
-        with mock.patch("pipetransformer.checks.verification.find_difference", return_value=""):
+        with mock.patch(
+            "pipetransformer.checks.verification._verify_locally", return_value=UNSEEN
+        ):
             found = verify(replace(TINY, loss_fn=WEIGHTED))
     assert found.startswith("in step 0 (K x R = 1 x 1) the loss is")
     assert verify(replace(TINY, loss_fn=WEIGHTED)).startswith("Verification")
