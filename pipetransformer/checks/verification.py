@@ -183,7 +183,7 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
         targets = layered.targets_of(batch)
         # One loss for both: two ways to divide by a count may differ in the last bit.
         loss = mean_loss(task.loss_fn(expected, targets))
-        if own.loss_fn is None and (by := _loss_gap(loss, own_loss)):
+        if own.loss_fn is None and (by := _loss_gap(loss.detach(), own_loss.detach())):
             return Comparison(
                 f"its loss was taken for {task.loss_fn.name!r}, but is another, {by}: give "
                 "loss_fn="
