@@ -13,7 +13,11 @@ from torch.optim import SGD
 
 from autopipe.loss import Loss
 from pipetransformer import LayeredModel, Sublayer, Trainer, Verification, VerificationError
+from pipetransformer.checks.twins import OwnForward
+from pipetransformer.checks.verification import compare_with_own_forward
 from tests.helpers.adapted import MODELS, batch_for, classifier, targets_for, timm_vit
+from tests.helpers.any_models import KINDS, build, data, sgd
+from tests.helpers.inspection import task_of
 from tests.helpers.loops import TINY, Job, Result, loop, make_trainer
 from tests.helpers.models import Entries, tiny_data, tiny_model
 from tests.helpers.pool import Pool
@@ -236,3 +240,59 @@ def test_a_model_of_another_precision_is_verified_in_it() -> None:
         settings=TINY.settings,
     )
     assert verify(job).startswith("Verification(dtype='float32'")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "found"),
+    [
+        (torch.float64, 0.0, ""),
+        (torch.float64, 1e-12, ""),
+        (torch.float64, 1e-3, "sublayers in order give other outputs"),
+        (torch.float32, 1e-6, ""),
+        (torch.float32, 1e-2, "sublayers in order give other outputs"),
+        (torch.bfloat16, 1e-2, ""),
+        (torch.bfloat16, 0.5, "sublayers in order give other outputs"),
+    ],
+)
+def test_a_recorded_model_is_compared_to_its_weights_rounding(
+    dtype: torch.dtype, gap: float, found: str
+) -> None:
+    kind = KINDS["gpt2"]
+    model = build(kind).to(dtype)
+    run = LayeredModel.run
+
+    def off(self: LayeredModel, batch: Any) -> Tensor:
+        return run(self, batch) * (1 + gap)
+
+    with Trainer(model, data(kind), optimizer=sgd, progress=False) as trainer:
+        task = task_of(trainer)
+        batch = dict(data(kind)[:2])
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with mock.patch.object(LayeredModel, "run", off):
+            comparison = compare_with_own_forward(task, OwnForward(task.model, None), batch)
+    assert found in comparison.difference and bool(found) == bool(comparison.difference)
+    assert comparison.is_exact == (gap == 0)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_that_a_sublayer_does_not_hand_on_is_found() -> None:
+    kind = KINDS["gpt2"]
+    run = LayeredModel.run
+
+    def cut(self: LayeredModel, batch: Any) -> Tensor:
+        first = next(p for n, p in self.model.named_parameters() if n.endswith("wpe.weight"))
+        first.requires_grad_(False)
+        output = run(self, batch)
+        first.requires_grad_(True)
+        return output
+
+    with Trainer(build(kind), data(kind), optimizer=sgd, progress=False) as trainer:
+        task = task_of(trainer)
+        with mock.patch.object(LayeredModel, "run", cut):
+            found = compare_with_own_forward(
+                task, OwnForward(task.model, None), dict(data(kind)[:2])
+            )
+    assert (
+        "'transformer.wpe.weight' has no gradient, unlike in its own forward" in found.difference
+    )
