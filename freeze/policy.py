@@ -246,6 +246,8 @@ def as_policy(
     """
     if freeze is None:
         return NeverFreeze()
+    if isinstance(freeze, _FunctionPolicy):
+        return freeze  # It does with what is measured.
     if isinstance(freeze, FreezePolicy):
         if not isinstance(freeze.signals, (set, frozenset)):
             raise TypeError(

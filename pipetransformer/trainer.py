@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from autopipe.loss import LossFunction
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile
 from autopipe.trace import Span, Trace
-from freeze import FreezeChoice, NeverFreeze, as_policy, chosen_policy
+from freeze import FreezeChoice, NeverFreeze, chosen_policy
 from pipetransformer.checkpoint import (
     DescribedModel,
     Part,
@@ -147,9 +147,7 @@ class Trainer:
     ) -> None:
         # All up to `_join_world` refuses without the other processes, before they meet.
         check_callbacks(settings.get("callbacks"))
-        policy = as_policy(
-            chosen_policy(freeze) if isinstance(freeze, (int, Sequence)) else freeze
-        )
+        policy = chosen_policy(freeze)
         self.config = config = make_config(settings).deciding_every(policy.interval_share)
         check_dataset(train_dataset, "train_dataset")
         read = partial(

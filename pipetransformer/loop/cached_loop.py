@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from autocache import CacheStats
-from freeze import FreezeChoice, FreezeSchedule, as_policy, chosen_policy, find_layers
+from freeze import FreezeChoice, FreezeSchedule, chosen_policy, find_layers
 from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.epoch_policy import EpochPolicy
@@ -97,7 +97,7 @@ def attach(
         return CachedLoop(model, policy.at, settings)
     if optimizer is None or num_epochs is None or num_epochs < 1:
         raise ValueError(
-            f"{as_policy(policy).name}{' in a dry run' if dry_run else ''} may look at what the "
+            f"{policy.name}{' in a dry run' if dry_run else ''} may look at what the "
             "optimizer does, and at how far the loop is: give attach optimizer=, and num_epochs= "
             "of at least 1"
         )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from freeze import FreezePolicy, PolicyFunction
+from freeze import FreezePolicy
 from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.row_service import RowService
 
@@ -24,7 +24,7 @@ class EpochPolicy(FreezeObserver):
 
     def __init__(
         self,
-        policy: FreezePolicy | PolicyFunction,
+        policy: FreezePolicy,
         optimizer: Optimizer,
         num_epochs: int,
         *,

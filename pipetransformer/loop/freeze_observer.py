@@ -18,13 +18,12 @@ from torch import distributed as dist
 from torch import nn
 
 from freeze import (
+    FreezeChoice,
     FreezeContext,
-    FreezePolicy,
     LayerStats,
-    PolicyFunction,
     apply,
-    as_policy,
     checked_decision,
+    chosen_policy,
     find_layers,
     frozen_since,
 )
@@ -52,7 +51,7 @@ class FreezeObserver:
         parts: modules that are frozen from the start; then nothing is watched, and nobody asked.
     Raises:
         ValueError: every_steps is less than 1, there are no layers, or the policy needs another
-            signal than relative updates, or sets learning rates; later, it lets layers rest.
+            signal than relative updates; later, it lets layers rest.
     """
 
     keeps_outputs = True
@@ -60,7 +59,7 @@ class FreezeObserver:
 
     def __init__(
         self,
-        policy: FreezePolicy | PolicyFunction,
+        freeze: FreezeChoice,
         *,
         every_steps: int | None,
         dry_run: bool,
@@ -70,7 +69,7 @@ class FreezeObserver:
             raise ValueError(f"every_steps is {every_steps}; give at least 1")
         if layers is not None and not layers:
             raise ValueError("layers is empty; give the model's blocks, or None to find them")
-        self._policy = as_policy(policy, _SIGNALS)
+        self._policy = chosen_policy(freeze, _SIGNALS)
         self._every, self.dry_run, self._given = every_steps, dry_run, layers
         self._rows: RowService | None = None
         self._blocks: list[nn.Module] = []

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from autocache import CacheStats
-from freeze import FreezeChoice, chosen_policy
+from freeze import FreezeChoice
 from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.named_parts import named_parts
 from pipetransformer.loop.row_service import RowService
@@ -63,8 +63,8 @@ class ServingObserver(FreezeObserver):
             raise ValueError(
                 "parts= are frozen and have rows from the start: leave the others out"
             )
-        policy = chosen_policy(0 if freeze is None else freeze)
-        super().__init__(policy, every_steps=every_steps, dry_run=dry_run, layers=layers)
+        freeze = 0 if freeze is None else freeze
+        super().__init__(freeze, every_steps=every_steps, dry_run=dry_run, layers=layers)
         self.keeps_outputs, self.makes_rows = cache, cache and not dry_run
         self._settings, self.parts = settings, tuple(parts)
         self._swap = ExitStack()
