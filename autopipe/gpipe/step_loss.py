@@ -10,17 +10,15 @@ from torch import Tensor
 
 from autopipe.engine import Payload
 from autopipe.gpipe.micro_batch import as_batch, as_payload, scatter
-from autopipe.loss import Loss, SplitProbe, head_of
+from autopipe.loss import BatchMean, Loss, SplitProbe, head_of, mean_and_correction
 
 _PROBED_STEPS = 1024
 """Steps among which every eighth is probed: a module knows of no epochs."""
 
 
 class StepLoss:
-    """Return each micro-batch's value to back-propagate, and sum up the mean.
+    """Return each micro-batch's value to back-propagate, and join the mean as `BatchMean` does.
 
-    A mean is weighted by its micro-batch's share of the samples. The sum of a (sum, count) is
-    divided by the number of samples, too: the counts of later micro-batches are not known yet.
     `scaled` corrects the gradients at the end.
 
     Args:
@@ -41,14 +39,14 @@ class StepLoss:
                 f"must be the input's {sum(sizes)} samples"
             )
         self._targets = [as_batch(piece) for piece in scatter(payload, sizes)]
-        self._loss, self._sizes = loss, sizes
+        self._loss, self._sizes, self._num_samples = loss, sizes, max(1, sum(sizes))
         # A new probe each step: kept in the module, it would make the user's function part of it.
         self._probe = None if number is None else SplitProbe(loss, num_steps_before=number)
         if self._probe is not None:
             self._probe.begin_step(in_first_epoch=(number or 0) < _PROBED_STEPS)
-        self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
-        self._counts_given = self._has_gradient = False
-        self._corrections: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._parts: dict[int, BatchMean] = {}
+        self._has_gradient, self._dtype = False, torch.float32
+        self._corrections: dict[torch.device, Tensor | float | None] = {}
 
     def __call__(self, micro_batch: int, outputs: Payload) -> Tensor:
         """Return a micro-batch's value to back-propagate; a repeated call returns the same."""
@@ -57,15 +55,11 @@ class StepLoss:
             # Before the loss, which may write into its arguments.
             self._probe.watch(output, target)
         value = self._loss(output, target)
-        self._has_gradient |= head_of(value).requires_grad
-        size, num_samples = self._sizes[micro_batch], max(1, sum(self._sizes))
-        if isinstance(value, tuple):
-            total, count = value
-            self._counts_given = True
-            self._sums[micro_batch] = (_wide(total), count)
-            return total / num_samples
-        self._sums[micro_batch] = (_wide(value) * size, float(size))
-        return value * (size / num_samples)
+        head = head_of(value)
+        self._has_gradient |= head.requires_grad
+        self._dtype = torch.promote_types(head.dtype, torch.float32)
+        part = self._parts[micro_batch] = BatchMean(self._num_samples)
+        return part.add(value, self._sizes[micro_batch])
 
     def forget_targets(self) -> None:
         """Free the targets, after the last micro-batch's loss."""
@@ -85,37 +79,25 @@ class StepLoss:
             )
 
     def mean(self) -> Tensor:
-        """Return the mean loss: 0 if sum and count are 0, NaN if only the count is."""
-        total = torch.stack([total for total, _ in self._sums.values()]).sum()
-        count = self._count(total)
-        # No `if`: reading the count from a GPU would make the host wait.
-        mean = total / count.where(count != 0, 1)
-        return mean.where((count != 0) | (total == 0), torch.nan)
+        """Return the mean loss: 0 if sum and count are 0, not finite if only the count is."""
+        total, count = self._sums()
+        mean, _ = mean_and_correction(total, count, self._num_samples)
+        return torch.as_tensor(mean, dtype=self._dtype, device=total.device)
 
     def scaled(self, gradient: Tensor) -> Tensor:
         """Turn a gradient of the back-propagated values into the mean's gradient."""
-        if not self._counts_given:
-            return gradient
         # Cached, because the count may have to be copied from the last device.
-        key = gradient.device, gradient.dtype
-        if key not in self._corrections:
-            count = self._count(gradient)
-            correction = sum(self._sizes) / count.where(count != 0, 1)
-            self._corrections[key] = correction.where(count != 0, 1)
-        return gradient * self._corrections[key]
+        if gradient.device not in self._corrections:
+            _, correction = mean_and_correction(*self._sums(), self._num_samples)
+            if isinstance(correction, Tensor):
+                correction = correction.to(gradient.device, non_blocking=True)
+            self._corrections[gradient.device] = correction
+        correction = self._corrections[gradient.device]
+        if correction is None:
+            return gradient
+        # Both may be 0-dim, and the correction is float64.
+        return (gradient * correction).to(gradient.dtype)
 
-    def _count(self, like: Tensor) -> Tensor:
-        counts: Any = sum(count for _, count in self._sums.values())
-        dtype = _wide_dtype(like)
-        if isinstance(counts, Tensor):
-            return counts.to(like.device, dtype, non_blocking=True)
-        return torch.full((), counts, dtype=dtype, device=like.device)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.detach().to(_wide_dtype(value))
-
-
-def _wide_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype to sum in: half-precision sums would stall or overflow."""
-    return torch.promote_types(value.dtype, torch.float32)
+    def _sums(self) -> tuple[Tensor, Tensor | float]:
+        totals, counts = zip(*(part.sums() for part in self._parts.values()), strict=True)
+        return torch.stack(totals).sum(), sum(counts)

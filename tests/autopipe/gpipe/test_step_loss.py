@@ -188,6 +188,22 @@ def test_a_mean_over_half_precision_is_added_up_in_single() -> None:
     assert found == 259 / 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_corrected_gradient_has_its_parameter_s_dtype(dtype: torch.dtype) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden * self.scale
+
+    model = on_cpu(nn.Sequential(Scale(), nn.Linear(3, 4, dtype=dtype)), [1, 1], chunks=3)
+    found = model.step(ramp(7, 3).to(dtype), TARGET, nn.CrossEntropyLoss())
+    assert found.dtype == torch.float32
+    assert all(parameter.grad.dtype == dtype for parameter in model.parameters())  # type: ignore[union-attr]
+
+
 def stream(**options: Any) -> StashedPipeline:
     build = partial(torch.optim.SGD, lr=0.1)
     return StashedPipeline(
