@@ -12,7 +12,7 @@ function's value is used as it is; some steps compare it with its parts (`split_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -98,6 +98,17 @@ class Loss:
         # Every value is checked: a loss may return another kind for some batches.
         self._refuse_value(value)
         return value
+
+    def wrapped(self, compute: Callable[[Loss, Tensor, Any], LossValue]) -> Loss:
+        """Return a loss that is computed of this one; smoothed, of this one smoothed."""
+        smoothed = self.smoothed
+
+        def function(output: Tensor, target: Any) -> LossValue:
+            return compute(self, output, target)
+
+        function.__qualname__ = self.name  # Errors name what was given.
+        smooth = None if smoothed is None else lambda share: smoothed(share).wrapped(compute)
+        return replace(self, function=function, smoothed=smooth)
 
     def _refuse_value(self, value: Any) -> None:
         is_pair = isinstance(value, tuple) and len(value) == 2

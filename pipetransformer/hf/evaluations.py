@@ -350,22 +350,9 @@ class _Missing:
     """Mark a target that a sample lacks. Its class tells, as workers pickle samples."""
 
 
-def loss_without_targets(loss: Loss) -> Loss:
-    """Return a loss that ignores targets of shape (N, 0)."""
-
-    def compute(output: Tensor, target: Any) -> LossValue:
-        targets = target.values() if isinstance(target, Mapping) else (target,)
-        if all(one.shape[1:].numel() for one in targets):
-            return loss(output, target)
-        return output.float().square().mean()
-
-    def smoothed(share: float) -> Loss:
-        assert loss.smoothed is not None
-        return loss_without_targets(loss.smoothed(share))
-
-    return Loss(
-        compute,
-        is_exact=loss.is_exact,
-        ignore_index=loss.ignore_index,
-        smoothed=smoothed if loss.smoothed else None,
-    )
+def loss_without_targets(loss: Loss, output: Tensor, target: Any) -> LossValue:
+    """Return a loss's value; some number where targets have shape (N, 0)."""
+    targets = target.values() if isinstance(target, Mapping) else (target,)
+    if all(one.shape[1:].numel() for one in targets):
+        return loss(output, target)
+    return output.float().square().mean()

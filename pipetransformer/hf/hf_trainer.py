@@ -334,7 +334,7 @@ class HFTrainer(Evaluations):
             settings |= {"folder": None, "checkpoint_every_steps": 0, "checkpoint_every_epochs": 0}
             dataset = Measured(dataset, layered.targets)
             collate = MeasuredCollate(collate, layered.targets)
-            loss = loss_without_targets(loss)
+            loss = loss.wrapped(loss_without_targets)
         return Trainer(
             layered,
             dataset,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def divided_by_labels(
     batch = read(EntryNames(layered.inputs, layered.targets))
     if _LABELS not in batch or batch[_LABELS].ndim != 2 or not _divides(layered, batch, loss):
         return loss
-    return _with_divisor(loss, skips_first=_skips_first(model))
+    return loss.wrapped(partial(_with_divisor, skips_first=_skips_first(model)))
 
 
 def _is_told_of(model: nn.Module) -> bool:
@@ -82,21 +83,7 @@ def _skips_first(model: nn.Module) -> bool:
     return is_shifted and not getattr(bare.config, "is_encoder_decoder", False)
 
 
-def _with_divisor(loss: Loss, *, skips_first: bool) -> Loss:
-    def compute(output: Tensor, target: Tensor) -> LossValue:
-        value = loss(output, target)
-        assert isinstance(value, tuple), "a loss of tokens is a (sum, count)"
-        return value[0], (target[:, int(skips_first) :] != loss.ignore_index).sum()
-
-    compute.__qualname__ = loss.name  # Errors name the model's loss.
-
-    def smoothed(share: float) -> Loss:
-        assert loss.smoothed is not None
-        return _with_divisor(loss.smoothed(share), skips_first=skips_first)
-
-    return Loss(
-        compute,
-        is_exact=loss.is_exact,
-        ignore_index=loss.ignore_index,
-        smoothed=smoothed if loss.smoothed else None,
-    )
+def _with_divisor(loss: Loss, output: Tensor, target: Tensor, *, skips_first: bool) -> LossValue:
+    value = loss(output, target)
+    assert isinstance(value, tuple), "a loss of tokens is a (sum, count)"
+    return value[0], (target[:, int(skips_first) :] != loss.ignore_index).sum()
