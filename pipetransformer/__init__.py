@@ -43,7 +43,6 @@ from pipetransformer.config import (
     TrainConfig,
     cosine_with_warmup,
     named_schedule,
-    polynomial_with_warmup,
 )
 from pipetransformer.elastic import Change, Decision, PlanSituation, fastest_plan, published_plan
 from pipetransformer.errors import (
@@ -76,7 +75,7 @@ __all__ = [
     "TimeBudget", "Trace", "TrainConfig", "Trainer", "Verification",
     "VerificationError", "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup",
     "fastest_plan", "flatten_sequential", "is_checkpointing", "is_recomputing", "launch",
-    "named_optimizer", "named_schedule", "polynomial_with_warmup", "published_plan",
+    "named_optimizer", "named_schedule", "published_plan",
     "register_adapter", "restore_batch_norm", "skip",
 ]  # fmt: skip
 

@@ -11,7 +11,6 @@ from pipetransformer.config.schedules import (
     constant,
     cosine_with_warmup,
     named_schedule,
-    polynomial_with_warmup,
 )
 from pipetransformer.config.train_config import (
     EVALUATION_FIELDS,
@@ -28,5 +27,5 @@ from pipetransformer.config.train_config import (
 __all__ = [
     "CollateFunction", "ComputeMetrics", "EVALUATION_FIELDS", "LearningRateSchedule", "Metric",
     "PLANS", "PreprocessLogits", "TrainConfig", "constant", "cosine_with_warmup",
-    "make_config", "named_schedule", "polynomial_with_warmup", "usual_prefix_chunk",
+    "make_config", "named_schedule", "usual_prefix_chunk",
 ]  # fmt: skip

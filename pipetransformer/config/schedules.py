@@ -50,30 +50,6 @@ def cosine_with_warmup(warmup_fraction: float = 0.1) -> LearningRateSchedule:
     return factor
 
 
-def polynomial_with_warmup(
-    power: float = 2.0, warmup_fraction: float = 0.1
-) -> LearningRateSchedule:
-    """Return a schedule that rises linearly, then falls as (1 - t) ** power to zero.
-
-    A power above 1 calms the layers earlier than a cosine does, so they can freeze earlier.
-
-    Args:
-        power: at least 1.
-        warmup_fraction: share of the run that warms up, in [0, 1).
-    Raises:
-        ValueError: a value is out of range.
-    """
-    if power < 1:
-        raise ValueError(f"power is {power}; choose 1 or more")
-    _FRACTION.check("warmup_fraction", warmup_fraction)
-
-    def factor(step: float, max_steps: int) -> float:
-        warmup = (step + 1) / (warmup_fraction * max_steps + 1)
-        return float(min(warmup, (1 - min(step / max_steps, 1.0)) ** power))
-
-    return factor
-
-
 def constant(step: float, max_steps: int) -> float:
     """Keep the optimizer's learning rate."""
     return 1.0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autodp import EpochSampler, shuffled
 from freeze import FreezeSchedule
-from pipetransformer.config import cosine_with_warmup, polynomial_with_warmup
+from pipetransformer.config import cosine_with_warmup
 from pipetransformer.demo.digits import BATCH_SIZE, build_model, load_digits_split
 from pipetransformer.demo.results import HeldUp, Result
 from pipetransformer.model import adamw
@@ -34,8 +34,11 @@ FROZEN_BY_EPOCH = (0,) * 10 + (4,) * 3 + (6,)
 """Frozen layers by epoch; the last entry holds on, with a quarter of the blocks active."""
 DONOR_EPOCHS = 16
 
-rate_factor = polynomial_with_warmup()
-"""(step, max_steps) -> factor on LEARNING_RATE, in all runs."""
+
+def rate_factor(step: float, max_steps: int) -> float:
+    """Return the factor on LEARNING_RATE, in all runs: layers calm earlier than by a cosine."""
+    warmup = (step + 1) / (0.1 * max_steps + 1)
+    return float(min(warmup, (1 - min(step / max_steps, 1.0)) ** 2))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipetransformer import adamw, cosine_with_warmup, named_schedule, polynomial_with_warmup
+from pipetransformer import adamw, cosine_with_warmup, named_schedule
 from pipetransformer.config import LearningRateSchedule, TrainConfig
 from pipetransformer.feed import Position, Timeline
 from pipetransformer.report import RECORDS_FILE, read_records
@@ -118,7 +118,6 @@ SCHEDULES: dict[str, str | LearningRateSchedule] = {
     "cosine_warmup_with_min_lr": named_schedule("cosine_warmup_with_min_lr", min_lr_rate=0.1),
     "warmup_stable_decay": named_schedule("warmup_stable_decay", num_decay_steps=9),
     "ours": cosine_with_warmup(0.1),
-    "our polynomial": polynomial_with_warmup(2.0, 0.1),
     "a function": lambda step, max_steps: 1 - step / max_steps,
 }  # fmt: skip
 
