@@ -20,7 +20,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def takes_tokens(hidden: Tensor) -> bool:
-    """Tell whether hidden states have tokens, (N, ..., S, D), of floating-point numbers."""
+    """Return whether hidden states have tokens, (N, ..., S, D), of floating-point numbers."""
     return hidden.is_floating_point() and hidden.ndim > 2
 
 

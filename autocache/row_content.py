@@ -67,7 +67,7 @@ def own_lengths(mask: Tensor) -> Tensor:
 
 
 def by_position(hidden: Tensor, num: int) -> bool:
-    """Tell whether hidden states are (N, S, ...) with S = `num` positions.
+    """Return whether hidden states are (N, S, ...) with S = `num` positions.
 
     They are not where a layer pools positions, or puts a token of its own before them.
     """

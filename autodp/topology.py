@@ -143,6 +143,6 @@ class Topology:
         return tuple(accumulate(self.workers))
 
     def _is_possible(self, length: int) -> bool:
-        """Tell whether a pipeline stays within a node, or fills whole ones, and finds room."""
+        """Return whether a pipeline stays within a node, or fills whole ones, and finds room."""
         slots = self.slots_per_node
         return 0 < length <= self.num_ranks and (length <= slots or length % slots == 0)

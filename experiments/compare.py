@@ -165,7 +165,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _changes_images(series: Series) -> bool:
-    """Tell whether a series' images are augmented anew in every epoch."""
+    """Return whether a series' images are augmented anew in every epoch."""
     if series.script != "vit":
         return False
     given = ["--recipe", series.recipe, *series.further, "--output_dir", ""]

@@ -140,7 +140,7 @@ def face_page(face: str) -> str:
 
 
 def is_constant(part: Any) -> bool:
-    """Tell whether a public name stands for a value or a type's alias."""
+    """Return whether a public name stands for a value or a type's alias."""
     return not (inspect.ismodule(part) or inspect.isclass(part) or inspect.isfunction(part))
 
 

@@ -101,7 +101,7 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Tell whether nothing was lost."""
+        """Return whether nothing was lost."""
         return not any(getattr(self, name) for name in LOSSES)
 
 

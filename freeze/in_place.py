@@ -206,7 +206,7 @@ def _lists_of_equal_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Seq
 
 
 def _holds(path: str, other: str) -> bool:
-    """Tell whether the module at `path` holds the one at `other`."""
+    """Return whether the module at `path` holds the one at `other`."""
     return other.startswith(f"{path}.") if path else bool(other)
 
 

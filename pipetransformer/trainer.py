@@ -677,7 +677,7 @@ class Trainer:
 
     @property
     def is_main_process(self) -> bool:
-        """Tell whether this process is rank 0, which decides, records and saves."""
+        """Return whether this process is rank 0, which decides, records and saves."""
         return self.world.is_main
 
     @property
@@ -703,7 +703,7 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all steps are done, or the run was stopped; if resumed, from `begin` on."""
+        """Say whether all steps are done, or the run was stopped; if resumed, from `begin` on."""
         return self._timeline.is_over
 
     @property

@@ -46,12 +46,12 @@ def running(forward_pass: ForwardPass) -> Iterator[None]:
 
 
 def is_checkpointing() -> bool:
-    """Tell whether the present forward will be repeated before its backward."""
+    """Return whether the present forward will be repeated before its backward."""
     return _current.forward_pass is not None and _current.forward_pass.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Tell whether the present forward repeats an earlier one.
+    """Return whether the present forward repeats an earlier one.
 
     A layer with a side effect asks, to apply it only once:
 

@@ -187,7 +187,7 @@ class StageRun:
 
     @property
     def will_repeat(self) -> bool:
-        """Tell whether a forward that has run must be repeated before its backward."""
+        """Return whether a forward that has run must be repeated before its backward."""
         return bool(self._versions)
 
     def take_input_gradients(self) -> dict[int, Gradients]:

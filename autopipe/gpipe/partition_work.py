@@ -53,7 +53,7 @@ def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def needs_gradient(partitions: Sequence[Partition], inputs: Payload) -> bool:
-    """Tell whether a parameter or an input of a pipeline needs a gradient."""
+    """Return whether a parameter or an input of a pipeline needs a gradient."""
     given = any(tensor is not None and tensor.requires_grad for tensor in inputs.tensors)
     return given or any(partition.parameters for partition in partitions)
 

@@ -225,7 +225,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _joins(values: list[float], tolerance: float) -> bool:
-    """Tell whether the first value is the sum of the others, within a relative tolerance."""
+    """Return whether the first value is the sum of the others, within a relative tolerance."""
     whole, *parts = values
     if not math.isfinite(whole):  # Says nothing about the split, and ends the step anyway.
         return True

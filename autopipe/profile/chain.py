@@ -153,7 +153,7 @@ def chain_bytes(
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Tell whether a module of transformers was asked to run forward again in the backward."""
+    """Return whether a module of transformers was asked to run forward again in the backward."""
     return any(vars(part).get(_CHECKPOINTING) for part in module.modules())
 
 

@@ -30,7 +30,7 @@ def _lock(device: torch.device) -> Any:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Tell whether a forward may draw random numbers."""
+    """Return whether a forward may draw random numbers."""
     return any(_may_draw(part) for part in module.modules())
 
 

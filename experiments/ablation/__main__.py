@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _is_published(options: argparse.Namespace) -> bool:
-    """Tell whether what is simulated is the published experiment."""
+    """Return whether what is simulated is the published experiment."""
     model = (options.model, options.image_size, options.dtype) == (
         PUBLISHED_MODEL,
         None,

@@ -111,7 +111,7 @@ def _epoch(
 
 
 def _pays(place: Place, training: SimulatedTraining, num_frozen: int) -> bool:
-    """Tell whether a sample's frozen part is read faster than computed."""
+    """Return whether a sample's frozen part is read faster than computed."""
     chunk = _chunk(place, training)
     read_s = _cached_s(place, training, before=num_frozen, num_frozen=num_frozen, hits=1.0)
     return read_s < place.profile.prefix_s(num_frozen, chunk) / chunk

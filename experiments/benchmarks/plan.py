@@ -217,7 +217,7 @@ def _regret(choice: dict[str, Any]) -> float:
 
 
 def _is_best(choice: dict[str, Any]) -> bool:
-    """Tell whether the choice is the fastest itself; a single stage runs every schedule alike."""
+    """Say whether the choice is the fastest itself; a single stage runs every schedule alike."""
     best = choice["best"]
     same = all(choice[part] == best[part] for part in ("length", "micro_batches"))
     return same and (choice["length"] == 1 or choice["schedule"] == best["schedule"])

@@ -184,7 +184,7 @@ def _difference(found: list[float], due: list[float]) -> str:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Tell whether an error was raised by this project, not by a library below it."""
+    """Return whether an error was raised by this project, not by a library below it."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(f"/{part}/" in frames[-1].filename for part in ("pipetransformer", "autopipe"))
 

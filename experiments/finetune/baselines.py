@@ -33,7 +33,7 @@ OF_ONE: Mapping[str, str] = {
 
 
 def takes(baseline: str | None, option: str) -> bool:
-    """Tell whether an option means anything to a rival, or to ours, which is None."""
+    """Return whether an option means anything to a rival, or to ours, which is None."""
     if option in OF_ONE:
         return OF_ONE[option] == baseline
     if option in ("freeze", "replay"):

@@ -29,7 +29,7 @@ _MAY_CHANGE = {
 
 
 def has_saved(folder: Path) -> bool:
-    """Tell whether a killed run, of ours or a rival, has saved what it can go on from."""
+    """Return whether a killed run, of ours or a rival, has saved what it can go on from."""
     if (folder / SAVED_LOOP).exists():
         return True
     try:

@@ -75,7 +75,7 @@ class FrozenPart:
                     sublayer.module.eval()
 
     def holds(self, ids: Sequence[int]) -> bool:
-        """Tell whether samples need not be read."""
+        """Return whether samples need not be read."""
         if not self.keeps or not self.depth or self.layered.padding_mask is not None:
             return False
         return all(one in self._kept for one in ids)

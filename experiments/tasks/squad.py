@@ -107,7 +107,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def _stands_there(question: Question) -> bool:
-    """Tell whether all answers are what the context has at their places."""
+    """Return whether all answers are what the context has at their places."""
     answers, context = question["answers"], question["context"]
     return all(
         text != "" and type(begin) is int and begin >= 0 and context.startswith(text, begin)

@@ -75,7 +75,7 @@ class Plasticity(FreezePolicy):
         return FreezeDecision(num_frozen, f"plasticity's slope at layer {where}: {said}")
 
     def _has_dropped(self) -> bool:
-        """Tell whether the learning rate has fallen like a step, not like a smooth decay."""
+        """Return whether the learning rate has fallen like a step, not like a smooth decay."""
         if self._thaw_drop is None or len(self._rates) < 3:
             return False
         earlier, before, rate = self._rates
@@ -101,7 +101,7 @@ class Plasticity(FreezePolicy):
         return slope if len(own) == self._window else None
 
     def _flat(self, layer: int, slope: float | None) -> bool:
-        """Tell whether a slope is small beside the layer's steepest, which is above zero then."""
+        """Say whether a slope is small beside the layer's steepest, which is above zero then."""
         return slope is not None and slope < self._tolerance * self._steepest[layer]
 
 

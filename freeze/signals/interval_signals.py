@@ -57,7 +57,7 @@ class IntervalSignals:
 
     @property
     def needs_finite(self) -> bool:
-        """Tell whether `add_gradients` must be called, and only for steps without a NaN."""
+        """Return whether `add_gradients` must be called, and only for steps without a NaN."""
         return self._sums is not None
 
     def add_gradients(self) -> None:
@@ -128,7 +128,7 @@ class IntervalSignals:
 
 
 def is_signal_tensor(key: str) -> bool:
-    """Tell whether a "parameter/entry" names a signal's tensor."""
+    """Return whether a "parameter/entry" names a signal's tensor."""
     return key.endswith((f"/{_BEFORE}", f"/{_SUM}"))
 
 

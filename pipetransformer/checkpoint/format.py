@@ -182,7 +182,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Tell whether a save was ever completed here, damaged or not."""
+    """Return whether a save was ever completed here, damaged or not."""
     return (directory / _POINTER).exists() or any(
         (folder / _MANIFEST).exists() for folder in _folders(directory)
     )
@@ -257,7 +257,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _is_own(folder: Path) -> bool:
-    """Tell whether a folder is a save: complete, unfinished, or killed before its first file.
+    """Return whether a folder is a save: complete, unfinished, or killed before its first file.
 
     Another program's folder may have such a name, so in doubt it is not ours.
     """

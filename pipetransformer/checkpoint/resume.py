@@ -69,7 +69,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def resumes(config: TrainConfig, *, has_lock: bool = False) -> bool:
-    """Tell whether a run continues from its folder, before anything is started.
+    """Return whether a run continues from its folder, before anything is started.
 
     Args:
         has_lock: whether this run has locked the folder.

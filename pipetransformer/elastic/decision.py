@@ -40,7 +40,7 @@ class Decision:
         return Decision(**{**values, "plan": plan, "resting": resting})
 
     def changes(self, current: Decision | None) -> bool:
-        """Tell whether ranks must do anything to go from the current decision to this one."""
+        """Return whether ranks must do anything to go from the current decision to this one."""
         return current is None or self._effect() != current._effect()
 
     def _effect(self) -> tuple[Any, ...]:

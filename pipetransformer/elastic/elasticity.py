@@ -159,7 +159,7 @@ class Elasticity:
 
     @property
     def have_begun(self) -> bool:
-        """Tell whether decisions are possible."""
+        """Return whether decisions are possible."""
         return self._planner is not None
 
     @property

@@ -105,7 +105,7 @@ class FrozenPrefix:
         return all(map(contains, self._tables, self._names))
 
     def is_edited(self) -> bool:
-        """Tell whether its tensors were changed since they were stamped, but not by `.data`."""
+        """Return whether its tensors were changed since they were stamped, but not by `.data`."""
         return bool(self.stamps) and self._are_edited(compares_values=False)
 
     def compare_values_next(self) -> None:

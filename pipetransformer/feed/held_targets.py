@@ -46,7 +46,7 @@ class HeldTargets:
         self._table: tuple[Any, list[Any]] = None, []
 
     def knows(self) -> bool:
-        """Tell whether there is such a place; some samples are read to compare."""
+        """Return whether there is such a place; some samples are read to compare."""
         ids = torch.tensor(self._samples.spread(_MOST_COMPARED))
         for one in ids.split(1):  # Together they may have unequal shapes.
             self.compare(one, self._samples.probe(one.tolist()))
@@ -122,7 +122,7 @@ class HeldTargets:
 
 
 def _is_table(dataset: Any) -> bool:
-    """Tell whether this is a `datasets.Dataset`; to import that package takes seconds."""
+    """Return whether this is a `datasets.Dataset`; to import that package takes seconds."""
     known = ("datasets.arrow_dataset", "Dataset")
     return any((each.__module__, each.__name__) == known for each in type(dataset).__mro__)
 

@@ -120,7 +120,7 @@ class RowFormat:
         return positions.most / batch[positions.mask].shape[1]
 
     def padding_may_matter(self) -> bool:
-        """Tell whether samples have unequal lengths, and padding may have an effect."""
+        """Return whether samples have unequal lengths, and padding may have an effect."""
         self._compare_samples()
         of_no_mask = self._task.model.padding_mask is None
         return bool(self._trouble) and (of_no_mask or self._pads_elsewhere)

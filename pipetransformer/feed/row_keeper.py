@@ -80,7 +80,7 @@ class RowKeeper:
 
     @property
     def may_cache(self) -> bool:
-        """Tell whether rows are kept: asked for, and not given up."""
+        """Return whether rows are kept: asked for, and not given up."""
         return self._task.config.cache and not self._gave_up
 
     def look_for_randomness(self) -> None:
@@ -200,7 +200,7 @@ class RowKeeper:
             self._expected = ids
 
     def agree_to_give_up(self) -> bool:
-        """Tell whether any node's cache was given up, or is condemned. Collective."""
+        """Return whether any node's cache was given up, or is condemned. Collective."""
         condemned = self.store is not None and self.store.is_condemned()
         if self._task.config.cache_keep:
             # Before the ranks meet: a set makes room for the next only when nobody uses it.

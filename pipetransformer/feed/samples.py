@@ -131,7 +131,7 @@ class Samples:
             raise
 
     def mix_in_batches(self) -> bool:
-        """Tell whether collate_fn gives samples other values together than one by one.
+        """Return whether collate_fn gives samples other values together than one by one.
 
         Entries that it pads are not compared. A function that mixes every second batch is missed
         with a chance of 2 ** -(_MOST_PROBED / 2).
@@ -150,7 +150,7 @@ class Samples:
         return False
 
     def vary_between_reads(self, *, same_seed: bool = False) -> bool:
-        """Tell whether samples change from read to read: under two seeds, or under the same one.
+        """Return whether samples change from read to read: under two seeds, or under the same one.
 
         A flip of every second image is missed with a chance of 2 ** -_MOST_PROBED.
         """

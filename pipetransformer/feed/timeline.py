@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether all epochs or steps are done, or `stop` has ended the run."""
+        """Return whether all epochs or steps are done, or `stop` has ended the run."""
         return self._is_complete or (self._end is not None and self.position.step >= self._end)
 
     @property
@@ -78,11 +78,11 @@ class Timeline:
 
     @property
     def at_epoch_start(self) -> bool:
-        """Tell whether the coming step is an epoch's first."""
+        """Return whether the coming step is an epoch's first."""
         return self.position.sample == 0
 
     def decision_due(self, last_decision_step: int) -> bool:
-        """Tell whether a decision precedes the coming step."""
+        """Return whether a decision precedes the coming step."""
         # A checkpoint may have been written right after the decision, which a resume has, too.
         if last_decision_step == self.position.step:
             return False
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def pauses(self) -> bool:
-        """Tell whether something comes between the last step and the coming one."""
+        """Return whether something comes between the last step and the coming one."""
         return (
             self.is_over
             or self.at_epoch_start
@@ -108,13 +108,13 @@ class Timeline:
         return other
 
     def decision_follows(self) -> bool:
-        """Tell whether a decision precedes the step after the coming one, in the same epoch."""
+        """Return whether a decision precedes the step after the coming one, in the same epoch."""
         interval = self._decision_interval
         return interval is not None and (self.position.step + 1) % interval == 0
 
     @property
     def sees_samples_last(self) -> bool:
-        """Tell whether no later epoch sees this epoch's samples in the same view."""
+        """Return whether no later epoch sees this epoch's samples in the same view."""
         last, position, most = self._config.epochs, self.position, self._config.max_steps
         if most is not None:
             size, per_epoch = self._config.global_batch_size, self._unscaled_per_epoch
@@ -124,18 +124,18 @@ class Timeline:
         return position.epoch + (self._config.cache_views or 1) >= last
 
     def save_due(self) -> bool:
-        """Tell whether to save after the last step; always at the end."""
+        """Return whether to save after the last step; always at the end."""
         config = self._config
         steps, epochs = config.checkpoint_every_steps, config.checkpoint_every_epochs
         return self.is_over or self._comes_round(steps, epochs)
 
     def evaluation_due(self) -> bool:
-        """Tell whether an evaluation follows the last step; always at a complete run's end."""
+        """Return whether an evaluation follows the last step; always at a complete run's end."""
         steps, epochs = self._config.evaluate_every_steps, self._config.evaluate_every_epochs
         return self._comes_round(steps, epochs) or (steps + epochs > 0 and self._is_complete)
 
     def _comes_round(self, steps: int, epochs: int) -> bool:
-        """Tell whether steps or epochs done are a multiple of an interval; 0 is never."""
+        """Return whether steps or epochs done are a multiple of an interval; 0 is never."""
         at = self.position
         by_epochs = epochs > 0 and self.at_epoch_start and at.epoch % epochs == 0
         return by_epochs or (steps > 0 and at.step % steps == 0)
@@ -193,7 +193,7 @@ class Timeline:
 
     @property
     def _ends_by_steps(self) -> bool:
-        """Tell whether max_steps ends the run before its epochs do."""
+        """Return whether max_steps ends the run before its epochs do."""
         most = self._config.max_steps
         return most is not None and most < self._end_of_epochs(self._config.global_batch_size)
 

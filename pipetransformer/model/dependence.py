@@ -55,7 +55,7 @@ def read_for_shape(own: CutForward, given: Entries, read: Read = output_of) -> d
 
 
 def _is_blind(own: CutForward, given: Entries, name: str, read: Read) -> bool:
-    """Tell whether what blocks are given, and the answer above them, do without an entry."""
+    """Return whether what blocks are given, and the answer above them, do without an entry."""
     zero = torch.zeros((), dtype=given[name].dtype, device=given[name].device)
     zeros = {**given, name: zero.expand(given[name].shape)}
     with torch.no_grad():

@@ -452,7 +452,7 @@ def laid_out_as(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def has_hooks(parameter: Tensor, *, but_ours: bool = False) -> bool:
-    """Tell whether a parameter has tensor hooks; `but_ours` leaves out a reducer's."""
+    """Return whether a parameter has tensor hooks; `but_ours` leaves out a reducer's."""
     # torch has no public way to ask.
     late = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
     return bool(parameter._backward_hooks) or len(late) > int(but_ours)

@@ -44,7 +44,7 @@ class LossScale:
         self._good_steps = 0
 
     def explains(self, loss: float, norm: float) -> bool:
-        """Tell whether a smaller scale may be all that a step of this gradient norm needs."""
+        """Return whether a smaller scale may be all that a step of this gradient norm needs."""
         return self.value > _LEAST and math.isfinite(loss) and not math.isfinite(norm)
 
     def shrink(self) -> None:

@@ -295,7 +295,7 @@ class _Record:
 
     @property
     def repeats(self) -> bool:
-        """Tell whether a module ran more than once."""
+        """Return whether a module ran more than once."""
         return len({call.index for call in self.calls}) < len(self.calls)
 
     def row(self, name: str, num_samples: int) -> Row:

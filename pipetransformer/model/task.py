@@ -177,7 +177,7 @@ def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> No
 
 
 def _has_compiled(model: nn.Module) -> bool:
-    """Tell whether torch has compiled more than our blocks, which know their flags.
+    """Return whether torch has compiled more than our blocks, which know their flags.
 
     A reset without need takes three seconds, and compiles blocks anew.
     """

@@ -112,7 +112,7 @@ def launch(
 
 
 def is_restarted() -> bool:
-    """Tell whether a launcher may have started this process again.
+    """Return whether a launcher may have started this process again.
 
     Under torchrun that is always so; `launcher_name` then tells whose run it is.
     """

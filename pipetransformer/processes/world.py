@@ -76,7 +76,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Tell whether this rank is the one that decides, records and reports."""
+        """Return whether this rank is the one that decides, records and reports."""
         return self.rank == 0
 
     @property

@@ -62,7 +62,7 @@ class StepResult:
 
     @property
     def is_known(self) -> bool:
-        """Tell whether the numbers are here, and need not be waited for."""
+        """Return whether the numbers are here, and need not be waited for."""
         return isinstance(self.numbers, StepNumbers)
 
     @property
@@ -77,7 +77,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Tell whether a non-finite number made every rank leave its weights as they were."""
+        """Return whether a non-finite number made every rank leave its weights as they were."""
         return self._known.skipped
 
     @property

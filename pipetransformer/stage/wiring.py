@@ -162,7 +162,7 @@ class StageWiring:
         return (*names, *(model.targets if is_last else ()))
 
     def _trains_up_to(self, stage: int) -> bool:
-        """Tell whether a stage below this one trains anything."""
+        """Return whether a stage below this one trains anything."""
         active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
         return bool(trained_parameters(self.task, active))
 

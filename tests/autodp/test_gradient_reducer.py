@@ -332,7 +332,7 @@ def test_more_replicas_end_with_the_same_bits(four_ranks: Pool) -> None:
 
 
 def bring_nan() -> tuple[bool, bool]:
-    """Tell whether a NaN of rank 1's table is in the sum, and in what this replica brought."""
+    """Return whether a NaN of rank 1's table is in the sum, and in what this replica brought."""
     table = nn.Parameter(torch.zeros(TABLE))
     table.grad = table_gradient(dist.get_rank())
     if dist.get_rank() == 1:

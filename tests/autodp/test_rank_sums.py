@@ -81,7 +81,7 @@ def test_sums_of_any_numbers_have_the_same_bits_on_all_ranks_and_again(four_rank
 
 
 def shared_by_all_but(rank: int) -> bool:
-    """Tell whether memory is shared where a rank cannot make any."""
+    """Return whether memory is shared where a rank cannot make any."""
 
     def create(*arguments: object, made: Callable[..., int] = os.memfd_create) -> int:
         if dist.get_rank() == rank:
@@ -98,7 +98,7 @@ def test_where_one_rank_has_no_memory_to_share_all_send_messages(two_ranks: Pool
 
 
 def shared_with_a_stranger() -> bool:
-    """Tell whether memory is shared where a rank's path leads to other memory than it offers."""
+    """Return whether memory is shared where a rank's path leads to other memory than it offers."""
 
     def spoilt(descriptor: int, data: bytes, offset: int) -> int:
         return len(data)

@@ -51,7 +51,7 @@ def losses(folder: str) -> list[float]:
 
 
 def fall(values: list[float]) -> bool:
-    """Tell whether the last fifth is below the first one, in the mean."""
+    """Return whether the last fifth is below the first one, in the mean."""
     part = max(1, len(values) // 5)
     return sum(values[-part:]) < 0.9 * sum(values[:part])
 

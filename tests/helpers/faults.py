@@ -312,7 +312,7 @@ def read_pids(run: Run, launcher: int) -> list[int]:
 
 
 def has_ended(pid: int, *, wait_s: float = 0.0) -> bool:
-    """Tell whether a process has ended, waiting for that if it is not one of a launcher here."""
+    """Return whether a process has ended, waiting for that if it is not one of a launcher here."""
     if sys.platform != "linux":
         return True
     try:

@@ -69,7 +69,7 @@ def bridge_of(trainer: Any) -> Any:
 
 
 def is_labelled(trainer: Any, dataset: Any) -> bool:
-    """Tell whether a Trainer with transformers' interface finds labels in a data set."""
+    """Return whether a Trainer with transformers' interface finds labels in a data set."""
     return trainer._is_labelled(dataset)
 
 

@@ -245,6 +245,6 @@ class Outcome:
     hits: int
 
     def equals(self, other: Outcome) -> bool:
-        """Tell whether all numbers have the same bits."""
+        """Return whether all numbers have the same bits."""
         pairs = zip(self.weights, other.weights, strict=True)
         return self.losses == other.losses and all(torch.equal(*pair) for pair in pairs)

@@ -103,7 +103,7 @@ class Case:
 
     @property
     def must_be_refused(self) -> bool:
-        """Tell whether there is no number to compare with."""
+        """Return whether there is no number to compare with."""
         return self.descent.must or self.objective.must
 
     def words(self) -> tuple[str, ...]:

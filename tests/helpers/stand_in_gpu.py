@@ -181,7 +181,7 @@ def _written_into(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any] 
 
 
 def _waits_for(argument: Any, name: str) -> bool:
-    """Tell whether an argument would be copied to the GPU first: an index, a number of `where`."""
+    """Say whether an argument would be copied to the GPU first: an index, a number of `where`."""
     if isinstance(argument, (list, tuple)):
         return any(_waits_for(one, name) for one in argument)
     on_host = isinstance(argument, Tensor) and not isinstance(argument, OnGpu)

@@ -59,7 +59,7 @@ def fit_in_two(scenario: Scenario, folder: Path) -> Outcome:
 
 
 def trains(step: int, layer: int) -> bool:
-    """Tell whether a layer trains at a step."""
+    """Return whether a layer trains at a step."""
     num_frozen, resting = latest(TABLE, step)
     return layer >= num_frozen and layer not in resting
 

@@ -27,7 +27,7 @@ _MAPPED = 2
 
 
 def is_kept() -> bool:
-    """Tell whether a large tensor lies on the heap, which keeps what is freed there."""
+    """Return whether a large tensor lies on the heap, which keeps what is freed there."""
     tensor = torch.empty(next(SIZES), dtype=torch.uint8)
     return not ctypes.c_size_t.from_address(tensor.data_ptr() - 8).value & _MAPPED
 
