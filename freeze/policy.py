@@ -242,7 +242,7 @@ def as_policy(
         measured: the signals that a policy may ask for.
     Raises:
         TypeError: it is none of these, its signals are no set, or its state is not for JSON.
-        ValueError: the policy asks for a signal that is not measured.
+        ValueError: the policy asks for a signal that is not measured, or sets learning rates.
     """
     if freeze is None:
         return NeverFreeze()
@@ -257,6 +257,11 @@ def as_policy(
             raise ValueError(
                 f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured "
                 f"here; use a subset of {sorted(measured)}"
+            )
+        if hasattr(freeze, "learning_rate_scale"):
+            raise ValueError(
+                f"{freeze.name} has a learning_rate_scale, which policies had up to 0.2; rates "
+                "are the run's now: give learning_rate_schedule=, or layer_decay="
             )
         try:
             json.dumps(freeze.state_dict())

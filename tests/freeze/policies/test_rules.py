@@ -274,3 +274,12 @@ def test_context_is_immutable() -> None:
     assert context.metrics == {"accuracy": 0.5}
     with pytest.raises(TypeError, match="does not support item assignment"):
         context.metrics["accuracy"] = 1.0  # type: ignore[index]
+
+
+def test_a_policy_of_0_2_that_sets_learning_rates_is_refused() -> None:
+    class Old(NeverFreeze):
+        def learning_rate_scale(self, layer: int, num_layers: int, progress: float) -> float:
+            return 0.5
+
+    with pytest.raises(ValueError, match="learning_rate_schedule="):
+        as_policy(Old())
