@@ -148,6 +148,8 @@ def differ(one: Tensor, other: Tensor, computes_in: torch.dtype | None) -> bool:
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
+    if one.is_complex():
+        return differ(torch.view_as_real(one), torch.view_as_real(other), computes_in)
     if not one.is_floating_point():
         return not torch.equal(one, other)
     if one.numel() == 0:

@@ -270,7 +270,7 @@ class CachedLoop:
             batch = collate_fn([dataset[index] for index in indices])
             return batch if rows is not None else form.to_learn_from(batch)
 
-        with learning(self._model, begin):
+        with learning(self._model, begin, of_parts=PARTS in self._settings):
             if base.num_workers:
                 for batch in loader:
                     yield batch if self._rows is not None else form.to_learn_from(batch)

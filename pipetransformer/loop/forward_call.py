@@ -174,15 +174,20 @@ class ForwardCall:
 
     Args:
         calls: one for each column of the loader's batches; none where that is yet to be learnt.
+        of_parts: whether rows are of parts, not of blocks.
     """
 
-    def __init__(self, model: nn.Module, calls: tuple[LoopCall, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, calls: tuple[LoopCall, ...] = (), *, of_parts: bool = False
+    ) -> None:
         self.calls = calls
         self._config = getattr(unwrapped(model), "config", None)
         named = _signature(model)
         self.parameters = tuple(one.name for one in named)
         self._defaults = {one.name: one.default for one in named}
         needed = {name for call in calls for name in call.needs}
+        # A part may be told of it.
+        needed |= {"return_dict"} if of_parts else set()
         self._ignored = frozenset((*TARGETS, *_HARMLESS)) - needed
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:

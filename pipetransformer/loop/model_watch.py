@@ -177,6 +177,42 @@ def _is_ours(value: Any) -> bool:
     return type(value).__module__.startswith(("pipetransformer.", "freeze."))
 
 
+@final
+class InnerHooks:
+    """Know the hooks on modules within a part, whose calls do not come where rows are read."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._tables = [
+            (name, vars(module)[table])
+            for name, module in part.named_modules()
+            if name
+            for table in HOOKS
+        ]
+
+    def missed_at(self) -> str:
+        """Name a module with a hook that somebody would miss; "" without one."""
+        for name, hooks in self._tables:
+            if hooks and not all(map(_is_missed_by_nobody, hooks.values())):
+                return name
+        return ""
+
+    def need_gradients(self) -> bool:
+        """Return whether one has what the part returns need a gradient, for a checkpoint."""
+        return any(map(_asks_for_gradients, (h for _, own in self._tables for h in own.values())))
+
+
+def _is_missed_by_nobody(hook: Any) -> bool:
+    # Those of libraries act on their module alone, as weight norm's.
+    owner = hook if hasattr(hook, "__qualname__") else type(hook)
+    is_of_library = str(owner.__module__).startswith(("torch.", "transformers."))
+    return _is_ours(hook) or is_of_library or _asks_for_gradients(hook)
+
+
+def _asks_for_gradients(hook: Any) -> bool:
+    # By peft's examples and transformers; both have names like that.
+    return str(getattr(hook, "__name__", "")).startswith("make_inputs_require_grad")
+
+
 def hold_others(hooks: Iterable[Mapping[int, Any]]) -> bool:
     """Return whether modules' hooks are not all ours."""
     return not all(_is_ours(hook) for own in hooks for hook in own.values())

@@ -17,9 +17,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from autopipe.random_state import random_state
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.model import Row, Task, forward_parameters, row_of, whole_in_mode
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return in what autocast computes now on a kind of device; None outside of it."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class _Reached(BaseException):
@@ -34,6 +40,7 @@ class PartialForward:
         row: of blocks.
         call: how the loop gives entries.
         beside: entries, (1, ...) each, that the forward is given, too, and parts do without.
+        draws: whether a part has drawn random numbers.
 
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
@@ -47,6 +54,7 @@ class PartialForward:
         takes = forward_parameters(self._model)
         self.call, self.beside = call, dict[str, Tensor]()
         self._keywords = {"use_cache": False} if "use_cache" in takes else {}
+        self.draws = False
 
     def whole(self, entries: Mapping[str, Tensor]) -> Any:
         """Run the whole forward on entries, as the loop does; return its answer."""
@@ -94,12 +102,20 @@ class PartialForward:
             try:
                 self.whole(given)
             except _Reached:
-                return self._reached(answers, last), answers
+                return self._reached(answers, last, num), answers
+        if self.row.packing is not None:
+            names = zip(self.row.packing.names, answers, strict=True)
+            missed = [name for name, answer in names if answer is None]
+            raise RuntimeError(
+                f"the model's forward has left out {', '.join(map(repr, missed))}, which it has "
+                "called before; parts must be called in each forward: close this loop where that "
+                "changes"
+            )
         raise RuntimeError(f"the model's forward has left out its block {last - 1}")
 
-    def _reached(self, answers: list[Any], last: int) -> Tensor:
+    def _reached(self, answers: list[Any], last: int, num: int) -> Tensor:
         if self.row.packing is not None:
-            return self.row.packing.packed(answers)
+            return self.row.packing.packed(answers, num)
         return self._samples_first(self.row.calls[last - 1].hidden_out(answers[-1]))
 
     def _given(
@@ -158,7 +174,11 @@ class PartialForward:
             return answers[-1]
 
         def run_part(*args: Any, **kwargs: Any) -> Any:
+            device = next(self._model.parameters()).device
+            self.row.calls[index].computes_in = autocast_dtype(device.type)
+            before = random_state(device)
             answers[index] = run(*args, **kwargs)
+            self.draws |= random_state(device) != before
             if all(one is not None for one in answers):
                 raise _Reached
             return answers[index]

@@ -10,7 +10,8 @@ Each finding is a sentence. Nothing is changed by a look; no copy of the model i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,9 +23,16 @@ from autocache import own_lengths
 from autopipe.random_state import random_state
 from pipetransformer.checks import attributes_of, differ
 from pipetransformer.feed import Batch, Samples
-from pipetransformer.loop.model_watch import ModelWatch, left_alone
+from pipetransformer.loop.model_watch import InnerHooks, ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
-from pipetransformer.model import TARGETS, Task, forward_parameters, whole_in_mode
+from pipetransformer.model import (
+    TARGETS,
+    Reads,
+    Task,
+    UnlikeAnswerError,
+    forward_parameters,
+    whole_in_mode,
+)
 
 _NUM_SAMPLES, _NUM_ALONE = 3, 2
 """Samples that run together, and how many of them by themselves, too."""
@@ -60,11 +68,15 @@ class RowProbe:
         with left_alone(self.task.model.model, self.device), off:
             try:
                 self._look(depth)
-            except _Finding as finding:
+            except (_Finding, UnlikeAnswerError) as finding:
                 return str(finding)
         return ""
 
     def _look(self, depth: int) -> None:
+        for part in self.partial.row.blocks if self._is_packed else ():
+            if name := InnerHooks(part).missed_at():
+                raise _Finding(f"a hook on {name!r} within waits for calls that would not come")
+        self.partial.draws = False
         ids = self.samples.spread(_NUM_SAMPLES)
         if len(ids) == 1:
             ids = ids * 2
@@ -75,6 +87,10 @@ class RowProbe:
         may_leave_out = self._look_at_training(entries, targets, hidden, depth)
         self._look_at_mates(ids, entries, hidden, answers, depth)
         self._look_from_rows(entries, hidden, targets, may_leave_out=may_leave_out)
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.partial.row.packing is not None
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
         return differ(one, other, self.task.computes_in)
@@ -105,14 +121,15 @@ class RowProbe:
     ) -> bool:
         """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
         blocks, entrance = self.partial.row.frozen(depth), self.partial.row.entrance
-        with torch.enable_grad():
+        read = set[int]()
+        with torch.enable_grad(), Reads(read.add) if self._is_packed else nullcontext():
             trained, answers = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
         # A packed row has no graph, and a chain hands on nothing but its hidden state.
-        is_packed = self.partial.row.packing is not None
-        for one in _tensors_in(answers) if is_packed else [trained]:
+        for one in _tensors_in(answers) if self._is_packed else [trained]:
             if learned := _learned(one, len(hidden)):
                 raise _Finding(f"{learned} takes part in what they return, and goes on learning")
+        self._look_at_learned(read, entries, trained.detach(), depth)
         watched = [*blocks, *([] if entrance is None else [entrance])]
         had = [_noted(module) for module in watched]
         # Other samples of the same shapes: a sum over a batch is the same in any order.
@@ -139,6 +156,28 @@ class RowProbe:
                 )
         return entrance is not None
 
+    def _look_at_learned(self, read: set[int], entries: Batch, hidden: Tensor, depth: int) -> None:
+        """Raise a finding where what trains reaches a part by a way that has no gradient."""
+        named = self.task.model.model.named_parameters()
+        learned = {n: p for n, p in named if id(p) in read and p.requires_grad}
+        values = {name: parameter.data for name, parameter in learned.items()}
+        for change in (torch.randn_like, lambda value: -1 - value) if learned else ():
+            try:
+                for name, parameter in learned.items():
+                    parameter.data = change(values[name])
+                with torch.no_grad():
+                    again, _ = self._run(entries, depth, training=True)
+                differs = self._rows_differ(again, hidden)
+            except RuntimeError:  # It does not run with such values.
+                differs = True
+            finally:
+                for name, parameter in learned.items():
+                    parameter.data = values[name]
+            if differs:
+                raise _Finding(
+                    f"they are given what is computed from {_shortly(learned)}, which trains"
+                )
+
     def _run_without_draws(self, entries: Batch, depth: int) -> tuple[Tensor, list[Any]]:
         """Return what blocks return in training, where nothing below their end draws."""
         torch.manual_seed(0)
@@ -148,7 +187,11 @@ class RowProbe:
             trained, answers = self.partial(entries, last=depth, training=True)
         except RuntimeError as error:  # A block that was dropped is not reached.
             failure = error
-        if random_state(self.device) != before:
+        # Parts' forward draws what it draws below them with rows, too.
+        draws = random_state(self.device) != before
+        if draws and self._is_packed and self.partial.draws:
+            raise _Finding("they draw random numbers, which others would get where rows are read")
+        if draws and not self._is_packed:
             raise _Finding(
                 f"a training forward draws random numbers below block {depth} (it drops blocks, "
                 "or hidden states between them), which rows would lack; set that to 0 in its "
@@ -186,9 +229,12 @@ class RowProbe:
         self, entries: Batch, hidden: Tensor, targets: Batch, *, may_leave_out: bool
     ) -> None:
         """Compare all that the model returns, and keeps, with rows and without."""
-        given = {name: entry.to(self.device) for name, entry in entries.items()}
+        given = {name: entry.to(self.device) for name, entry in entries.items()} | targets
+        # What a model has noted of its last batch must not be taken for its answer from rows.
+        others = {name: entry.roll(1, 0) for name, entry in given.items()}
         try:
-            own = self._run_whole(lambda: self.partial.whole({**given, **targets}))
+            own = self._run_whole(lambda: self.partial.whole(given))
+            self._run_whole(lambda: self.partial.whole(others))
         except Exception:  # Any: it cannot be run on these entries alone.
             self.leave_out(False)
             return
@@ -227,12 +273,18 @@ class RowProbe:
             return [*leaves, *(t.clone() for _, t in model.named_buffers())]
 
 
+def _shortly(names: Iterable[str]) -> str:
+    first, *more = map(repr, names)
+    return f"{first} and {len(more)} more" if more else first
+
+
 def _plain_leaves(answer: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(answer) if not isinstance(leaf, Tensor)]
 
 
 def _tensors_in(answer: Any) -> list[Tensor]:
-    leaves = tree_leaves(answer if not hasattr(answer, "__dict__") else dict(vars(answer)))
+    has_fields = hasattr(answer, "__dict__") and not isinstance(answer, Tensor)
+    leaves = tree_leaves(dict(vars(answer)) if has_fields else answer)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -259,7 +311,10 @@ _Noted = dict[tuple[nn.Module, str, int], Any]
 def _noted(block: nn.Module) -> _Noted:
     noted: _Noted = {}
     for module in block.modules():
+        made = {n.removesuffix(end) for n in module._parameters for end in ("_g", "_orig")}
         for name, value in attributes_of(module).items():
+            if name in made:  # By the hook of torch's weight norm, or spectral norm.
+                continue
             several = list(value.values()) if isinstance(value, dict) else value
             if not isinstance(several, (list, tuple)):
                 several = [several]

@@ -266,8 +266,10 @@ class RowService:
         if why and not self._has_told:
             self._has_told = True
             _LOGGER.warning(
-                "no cache of the lower %d blocks of %s: %s; they run at every step",
-                depth,
+                "no cache of %s of %s: %s; they run at every step",
+                f"the lower {depth} blocks"
+                if self._known.partial.row.packing is None
+                else self._known.partial.row.name,
                 type(self.task.model.model).__name__,
                 why,
             )

@@ -26,6 +26,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pipetransformer.feed import FrozenPrefix
@@ -37,7 +38,8 @@ from pipetransformer.loop.forward_call import (
     holds_entries,
     with_plain,
 )
-from pipetransformer.loop.model_watch import HOOKS, ModelWatch, hold_others
+from pipetransformer.loop.model_watch import HOOKS, InnerHooks, ModelWatch, hold_others
+from pipetransformer.loop.partial_forward import autocast_dtype
 from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -79,11 +81,14 @@ class ShortForward:
         self._prefix, self._task, self._renew, self._read = prefix, prefix.task, renew, read
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
-        self._call = ForwardCall(self._task.model.model, calls)
+        self._names = () if self._row.packing is None else self._row.packing.names
+        self._inner = [InnerHooks(part) for part in self._row.blocks if self._names]
+        self._call = ForwardCall(self._task.model.model, calls, of_parts=bool(self._names))
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
         self._rows: Tensor | None = None
         self._version, self._batches = 0, list[RowBatch]()
+        self._answered = set[int]()  # Parts that have had theirs.
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
         self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
@@ -111,7 +116,8 @@ class ShortForward:
         for index, block in enumerate(blocks):
             own = vars(block).get("forward")
             # Compiled code would know the rows of one batch alone.
-            served = torch.compiler.disable(partial(self._forward, index, block.forward))
+            serve = self._forward if self._row.packing is None else self._part
+            served = torch.compiler.disable(partial(serve, index, block.forward))
             block.forward = _Forward(block, own, served)
             self._replaced.append(block)
         entrance = self._row.entrance
@@ -160,6 +166,7 @@ class ShortForward:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._rows = None
+        self._answered.clear()
         if not holds_entries(args, kwargs):
             self._tell_once(model)
             return None
@@ -246,12 +253,13 @@ class ShortForward:
         self._rows = None
 
     def _is_as_it_was(self) -> bool:
-        """Tell whether the frozen blocks compute what they did when rows were made."""
+        """Return whether frozen blocks compute what they did for rows, and no hook misses it."""
         in_use = adapters_in_use(self._with_adapters)
         edited = self._prefix.is_edited() or self.watch.changed()
         ours = (vars(block).get("forward") for block in self._replaced)
         edited = edited or not all(isinstance(one, _Forward) for one in ours)
-        return in_use == self._adapters and not edited
+        is_missed = any(hooks.missed_at() for hooks in self._inner)
+        return in_use == self._adapters and not edited and not is_missed
 
     def refuse_replaced(self) -> None:
         """Raise a ValueError where a module that is frozen, or around the blocks, is another."""
@@ -280,12 +288,9 @@ class ShortForward:
         if rows is None:
             return run(*args, **kwargs)
         hidden = call.hidden_in((args, kwargs))
-        if self._row.packing is not None:
-            self._refuse_other_autocast(hidden.device.type)
-            return self._row.packing.unpacked(index, rows.to(hidden.device))
         if index < self.depth - 1:
             return call.answered(hidden)
-        self._refuse_other_autocast(hidden.device.type)
+        self._refuse_other_autocast(hidden.device.type, self._task.computes_in)
         rows = rows.transpose(0, 1) if self._row.samples_at else rows
         rows = rows.to(hidden.device)
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.
@@ -303,9 +308,36 @@ class ShortForward:
         needs = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
         return rows.requires_grad_(needs and torch.is_grad_enabled())
 
-    def _refuse_other_autocast(self, kind: str) -> None:
-        due = self._task.computes_in
-        now = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    def _part(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name, call = self._names[index], self._row.calls[index]
+        if self._rows is None:
+            self._refuse_unread_again(name, (args, kwargs))
+            return run(*args, **kwargs)
+        if index in self._answered:
+            raise ValueError(
+                f"this forward calls {name!r} twice, but rows are of its first call: a part must "
+                "be called once in each forward; leave it out of parts="
+            )
+        self._answered.add(index)
+        device = next(self._task.model.model.parameters()).device
+        self._refuse_other_autocast(device.type, call.computes_in)
+        needs = self._inner[index].need_gradients()
+        return call.answered(self._rows, (args, kwargs), needs_gradients=needs)
+
+    def _refuse_unread_again(self, name: str, given: Any) -> None:
+        """Raise a ValueError where a checkpoint runs a part again, on what was not read."""
+        if torch._C._current_graph_task_id() == -1 or not self.num_served:
+            return
+        leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        if any(leaf.is_floating_point() and bool(leaf.isnan().any()) for leaf in leaves):
+            inputs = tuple(n for call in self._call.calls for n in call.parameters)
+            raise ValueError(
+                f"a checkpoint runs {name!r} again in the backward, but has nothing to run it on, "
+                f"as it had a row: give reads={inputs!r}, or checkpoint only what is behind it"
+            )
+
+    def _refuse_other_autocast(self, kind: str, due: torch.dtype | None) -> None:
+        now = autocast_dtype(kind)
         if now != due:
             raise ValueError(
                 f"the forward computes in {now or 'no autocast'}, but rows were computed in "
@@ -315,9 +347,11 @@ class ShortForward:
 
 
 @contextmanager
-def learning(model: nn.Module, begin: Callable[[LoopCall], None]) -> Iterator[None]:
+def learning(
+    model: nn.Module, begin: Callable[[LoopCall], None], *, of_parts: bool
+) -> Iterator[None]:
     """Have the first forward within the block that is given entries say how it is called."""
-    signature, within = ForwardCall(model), list[RemovableHandle]()
+    signature, within = ForwardCall(model, of_parts=of_parts), list[RemovableHandle]()
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = signature.learned(args, kwargs) if holds_entries(args, kwargs) else None

@@ -37,7 +37,7 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.parts import present_parts, served
+from pipetransformer.model.parts import UnlikeAnswerError, present_parts
 from pipetransformer.model.peft_models import (
     adapter_names,
     adapters_in_use,
@@ -45,7 +45,7 @@ from pipetransformer.model.peft_models import (
     unwrapped,
 )
 from pipetransformer.model.precision import DTYPES, LossScale
-from pipetransformer.model.recording import Row, whole_in_mode
+from pipetransformer.model.recording import Reads, Row, whole_in_mode
 from pipetransformer.model.registry import (
     adapt,
     entry_names,
@@ -67,8 +67,8 @@ from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "LentModel",
-    "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Row", "Sublayer",
-    "TARGETS", "Task", "WAYS_OUT", "adamw", "adapt",
+    "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Reads", "Row",
+    "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "large_embeddings", "modes_of",
@@ -76,5 +76,5 @@ __all__ = [
     "output_of", "owned_parameters", "present", "present_parts", "put_state", "qualified_name",
     "refuse_hooks",
     "refuse_no_module", "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes",
-    "served", "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
+    "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

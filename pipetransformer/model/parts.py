@@ -10,19 +10,24 @@ be a tower, a backbone, an encoder, or a model by itself: a teacher.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pipetransformer.model.general import ForwardFailedError
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
 from pipetransformer.model.recording import Arguments, Reads, Row, whole_in_mode
+
+
+class UnlikeAnswerError(ValueError):
+    """Say that a part returns something else for some samples than for others."""
 
 
 @final
@@ -54,29 +59,32 @@ class Packing:
     def is_single(self) -> bool:
         return sum(len(one.shapes) for one in self.answers) == 1
 
-    def packed(self, answers: Sequence[Any]) -> Tensor:
+    def packed(self, answers: Sequence[Any], num_samples: int) -> Tensor:
         """Return a row for each sample.
 
         Raises:
-            ValueError: a part has returned something else than for the first samples.
+            UnlikeAnswerError: a part has returned something else than for the first samples.
         """
         tensors: list[Tensor] = []
         for known, name, answer in zip(self.answers, self.names, answers, strict=True):
-            own = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
-            found = tuple((one.shape[1:], one.dtype) for one in own)
-            if len(own) != len(known.shapes) or (not self.is_single and found != known.shapes):
-                raise ValueError(
+            leaves, spec = tree_flatten(answer)
+            _refuse_unknown(name, leaves)
+            found = _answer_of(name, leaves, spec, num_samples)
+            is_alike = self.is_single or found.shapes == known.shapes
+            if spec != known.spec or not is_alike or not _are_same(found.leaves, known.leaves):
+                raise UnlikeAnswerError(
                     f"{name!r} returns {_spelled(found)} for some samples, and "
-                    f"{_spelled(known.shapes)} for others; give all samples one shape"
+                    f"{_spelled(known)} for others; give all samples one shape, or leave it out "
+                    "of parts="
                 )
-            tensors += own
+            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return self.joined(tensors)
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return rows of the tensors of all answers."""
         if self.is_single:
             return tensors[0]
-        flat = [one.detach().contiguous().reshape(len(one), -1) for one in tensors]
+        flat = [_copied(one.detach().reshape(len(one), -1)) for one in tensors]
         return torch.cat([one.view(torch.uint8) for one in flat], dim=1)
 
     def tensors(self, rows: Tensor) -> list[Tensor]:
@@ -86,7 +94,9 @@ class Packing:
         shapes = [shape for answer in self.answers for shape in answer.shapes]
         pieces = rows.split([shape.numel() * dtype.itemsize for shape, dtype in shapes], dim=1)
         return [
-            piece.contiguous().view(dtype).view(len(rows), *shape)
+            _copied(piece).view(dtype).view(len(rows), *shape)
+            if shape.numel()
+            else rows.new_empty((len(rows), *shape), dtype=dtype)
             for piece, (shape, dtype) in zip(pieces, shapes, strict=True)
         ]
 
@@ -102,22 +112,54 @@ class Packing:
 _TENSOR = object()
 """Where an answer has a tensor."""
 
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-def _spelled(shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{('N', *shape)} {dtype}" for shape, dtype in shapes) or "no tensor"
+
+def _copied(one: Tensor) -> Tensor:
+    # Not `contiguous`: a single row counts as such, wherever it begins, and has no other dtype.
+    return one.clone(memory_format=torch.contiguous_format)
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(
+        a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and a == b) for a, b in pairs
+    )
+
+
+def _spelled(answer: _Answer) -> str:
+    tensors = [f"{('N', *shape)} {dtype}" for shape, dtype in answer.shapes]
+    return ", ".join([*tensors, *(repr(one) for one in answer.leaves if one is not _TENSOR)])
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class PartCall:
-    """Say of a part's call what a `BlockCall` says of a block's."""
+    """Say of a part's call what a `BlockCall` says of a block's.
+
+    Attributes:
+        computes_in: the dtype of autocast where rows were made; a model may have one of its own.
+    """
 
     packing: Packing
     part: int
+    computes_in: torch.dtype | None = None
 
-    def hidden_in(self, given: Arguments) -> Tensor:
-        """Return the first tensor that a part was given, for its device."""
-        return next(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+    def answered(self, rows: Tensor, given: Arguments, *, needs_gradients: bool) -> Any:
+        """Return what a part returns, from rows, where it was given this."""
+        own = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        answer = self.packing.unpacked(self.part, rows.to(own[0].device) if own else rows)
+        needs_gradients = needs_gradients or any(one.requires_grad for one in own)
+        if needs_gradients and torch.is_grad_enabled():
+            # As reentrant checkpointing above needs it, or nothing learns. No leaves: a model may
+            # write into them.
+            return tree_map_only(Tensor, _needing_gradients, answer)
+        return answer
+
+
+def _needing_gradients(one: Tensor) -> Tensor:
+    can = one.is_floating_point() or one.is_complex()
+    return one.detach().requires_grad_().clone() if can else one
 
 
 @dataclass
@@ -125,6 +167,7 @@ class _Record:
     """Follow one forward: what parts were given and returned, and what was read before them."""
 
     parts: Mapping[str, nn.Module]
+    forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     answers: dict[str, tuple[list[Any], TreeSpec]] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
@@ -133,12 +176,16 @@ class _Record:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        self.forwards = {part: part.forward for part in self.parts.values()}
         with ExitStack() as stack:
             for name, part in self.parts.items():
-                enter, leave = self._hooks(name)
-                stack.callback(part.register_forward_pre_hook(enter).remove)
-                stack.callback(part.register_forward_hook(leave).remove)
-            stack.callback(register_module_forward_pre_hook(self._note_module).remove)
+                note = torch.compiler.disable(partial(self._note_call, name))
+                stack.callback(part.register_forward_pre_hook(note).remove)
+            runs = (partial(self._run, *one) for one in self.parts.items())
+            noting = [torch.compiler.disable(run) for run in runs]
+            stack.enter_context(replaced(tuple(self.parts.values()), noting))
+            note = torch.compiler.disable(self._note_module)
+            stack.callback(register_module_forward_pre_hook(note).remove)
             stack.enter_context(Reads(self._note_read))
             yield
 
@@ -147,14 +194,14 @@ class _Record:
         """Return whether all parts have answered."""
         return len(self.answers) == len(self.parts)
 
-    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(*_: object) -> None:
-            self.order.append(name)
+    def _note_call(self, name: str, *_: object) -> None:
+        self.order.append(name)
 
-        def leave(_: nn.Module, _args: object, answer: Any) -> None:
-            self.answers[name] = tree_flatten(answer)  # A model may change it afterwards.
-
-        return enter, leave
+    def _run(self, name: str, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # What `forward` returns, as hooks act where rows are handed on, too.
+        answer = self.forwards[part](*args, **kwargs)
+        self.answers[name] = tree_flatten(answer)  # A model may change it afterwards.
+        return answer
 
     def _note_module(self, module: nn.Module, _args: object) -> None:
         (self.above if self.is_reached else self.below).add(module)
@@ -189,7 +236,7 @@ def present_parts(
     with torch.no_grad(), whole_in_mode(model, training=False):
         try:
             with record.listening():
-                whole = tree_leaves(run(entries))
+                run(entries)
         except Exception as error:
             name = type(model).__name__
             raise ForwardFailedError(
@@ -201,11 +248,12 @@ def present_parts(
         leaves = [leaf for name in parts for leaf in record.answers[name][0]]
         rows = packing.joined([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
-        def run_from_rows(given: Entries) -> Any:
+        def run_from_rows(given: Entries) -> list[Any]:
+            torch.manual_seed(0)
             with served(tuple(parts.values()), lambda part: packing.unpacked(part, rows)):
-                return run(given)
+                return tree_leaves(run(given))
 
-        unread = [name for name in entries if _is_unread(entries, name, run_from_rows, whole)]
+        unread = [name for name in entries if _is_unread(model, entries, name, run_from_rows)]
         read = {
             name for name in varied if name in entries and _is_read(entries, name, run, record)
         }
@@ -271,20 +319,34 @@ def _layered(
 def _refuse_calls(record: _Record, model: nn.Module) -> None:
     for name in record.parts:
         if (num := record.order.count(name)) != 1:
-            raise ValueError(
+            # Maybe it is called where labels are given.
+            kind = ValueError if num else ForwardFailedError
+            raise kind(
                 f"the forward of this {type(model).__name__} calls {name!r} "
-                f"{f'{num} times' if num else 'not at all'} for two samples; a part must be "
-                "called once in each forward: name the module around the calls, or leave it out"
+                f"{f'{num} times' if num else 'not at all'} for two samples; a part must "
+                "be called once in each forward, and not by its `forward`: name the module around "
+                "the calls, or leave it out"
             )
+
+
+def _refuse_unknown(name: str, leaves: list[Any]) -> None:
+    odd = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN, type(None)))]
+    if odd:
+        raise UnlikeAnswerError(
+            f"{name!r} returns a {type(odd[0]).__name__}, and what is in it is not known; have it "
+            "return tensors, in tuples, lists, dicts or a ModelOutput, and a decoder no cache of "
+            "its own (config.use_cache = False)"
+        )
 
 
 def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int) -> _Answer:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
-        raise ValueError(f"{name!r} returns no tensor, and so nothing to keep in rows")
+        _refuse_unknown(name, leaves)
+        raise UnlikeAnswerError(f"{name!r} returns no tensor, and so nothing to keep in rows")
     for one in tensors:
         if one.shape[:1] != (num_samples,):
-            raise ValueError(
+            raise UnlikeAnswerError(
                 f"{name!r} returns a tensor of shape {tuple(one.shape)} for {num_samples} "
                 "samples; rows need one entry a sample in its first dimension"
             )
@@ -293,18 +355,23 @@ def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int) -
 
 
 def _is_unread(
-    entries: Entries, name: str, run: Callable[[Entries], Any], whole: list[Any]
+    model: nn.Module, entries: Entries, name: str, run: Callable[[Entries], list[Any]]
 ) -> bool:
     """Return whether an entry's values are of no use where the parts' answers are known."""
     entry = entries[name]
     if not entry.is_floating_point() or entry.ndim < 3:
         return False
     nan = torch.full((), torch.nan, dtype=entry.dtype, device=entry.device)
-    try:
-        found = tree_leaves(run({**entries, name: nan.expand(entry.shape)}))
-    except Exception:  # Any: it is looked at for something else than its shape.
-        return False
-    return len(found) == len(whole) and all(map(_are_equal, found, whole))
+    for training in (False, True):
+        with whole_in_mode(model, training=training):
+            try:
+                whole = run(entries)
+                found = run({**entries, name: nan.expand(entry.shape)})
+            except Exception:  # Any: it is looked at for something else than its shape.
+                return False
+        if len(found) != len(whole) or not all(map(_are_equal, found, whole)):
+            return False
+    return True
 
 
 def _is_read(entries: Entries, name: str, run: Callable[[Entries], Any], record: _Record) -> bool:
@@ -374,13 +441,21 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
-@contextmanager
-def served(parts: Sequence[nn.Module], answer: Callable[[int], Any]) -> Iterator[None]:
+def served(
+    parts: Sequence[nn.Module], answer: Callable[[int], Any]
+) -> AbstractContextManager[None]:
     """Have parts return other answers within the block, without running."""
+    forwards = [lambda *_, index=index, **__: answer(index) for index in range(len(parts))]
+    return replaced(parts, forwards)
+
+
+@contextmanager
+def replaced(parts: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Have parts run others' forwards within the block."""
     had = [vars(part).get("forward") for part in parts]
     try:
-        for index, part in enumerate(parts):
-            part.forward = lambda *_, index=index, **__: answer(index)
+        for part, forward in zip(parts, forwards, strict=True):
+            part.forward = forward
         yield
     finally:
         for part, own in zip(parts, had, strict=True):
