@@ -19,15 +19,16 @@ def named_parts(
     """
     if isinstance(parts, (str, nn.Module)):
         raise TypeError(f"parts= is a {type(parts).__name__}; give a list of names or modules")
+    modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: name for name, module in model.named_modules()}
     found: dict[str, nn.Module] = {}
     for one in parts:
         if isinstance(one, str):
-            if one not in names.values():
-                near = get_close_matches(one, names.values(), n=1)
+            if one not in modules:
+                near = get_close_matches(one, modules, n=1)
                 meant = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"the model has no module {one!r}{meant}")
-            found[one] = model.get_submodule(one)
+            found[one] = modules[one]
         elif isinstance(one, nn.Module):
             if one not in names and len(parts) > 1:
                 raise ValueError(

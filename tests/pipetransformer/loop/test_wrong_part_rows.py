@@ -396,3 +396,9 @@ def test_a_part_that_is_told_of_return_dict_runs_where_that_is_another() -> None
         return F.cross_entropy(model(batch["x"], return_dict=is_first), batch["y"])
 
     assert _is_as_by_hand(Telling, loss=loss)[-1] == _NUM
+
+
+def test_a_part_with_two_names_has_either() -> None:
+    model = Plain()
+    model.other = model.tower
+    attach(model, parts=["other"]).close()
