@@ -10,7 +10,13 @@ from torch import Tensor
 
 from pipetransformer.feed import tell_of_loss, tell_of_outputs
 from pipetransformer.loop.forward_call import RowBatch
-from pipetransformer.model import Task, forward_parameters, output_of, whole_in_mode
+from pipetransformer.model import (
+    Task,
+    forward_parameters,
+    joined_outputs,
+    output_of,
+    whole_in_mode,
+)
 
 
 def compare_rounded(
@@ -37,9 +43,15 @@ def compare_rounded(
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         tell_of_loss(dtype, float(old), float(new))
     else:
-        # A model whose outputs are not known was refused when it was attached.
-        old, new = output_of(before).float(), output_of(after).float()
+        old, new = (_outputs(answer) for answer in (before, after))
         tell_of_outputs(dtype, float((new - old).norm() / old.norm().clamp_min(1e-12)))
+
+
+def _outputs(answer: Any) -> Tensor:
+    try:
+        return output_of(answer).float()
+    except TypeError:  # Above parts a model may return anything.
+        return joined_outputs(answer)
 
 
 def _answer(task: Task, batch: RowBatch, targets: Mapping[str, Tensor]) -> Any:

@@ -7,6 +7,7 @@ optimizers: built anew wherever layers go           precision: dtypes, and the s
 compiled_blocks: through torch.compile, in steps
 """
 
+from pipetransformer.model.dependence import joined_outputs
 from pipetransformer.model.general import (
     TARGETS,
     WAYS_OUT,
@@ -71,7 +72,7 @@ __all__ = [
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
-    "in_mode", "large_embeddings", "modes_of",
+    "in_mode", "joined_outputs", "large_embeddings", "modes_of",
     "modules_with_adapters", "named_optimizer", "named_tensors", "names_of",
     "output_of", "owned_parameters", "present", "present_parts", "put_state", "qualified_name",
     "refuse_hooks",

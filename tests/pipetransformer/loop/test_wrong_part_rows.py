@@ -402,3 +402,14 @@ def test_a_part_with_two_names_has_either() -> None:
     model = Plain()
     model.other = model.tower
     attach(model, parts=["other"]).close()
+
+
+def test_rounded_rows_do_where_the_model_returns_a_dict() -> None:
+    build = type("Dict", (Plain,), {"forward": lambda self, x: {"a": Plain.forward(self, x)}})
+    run = _run(
+        build,
+        by_hand=False,
+        loss=lambda model, batch: F.cross_entropy(model(batch["x"])["a"], batch["y"]),
+        cache_dtype="bfloat16",
+    )
+    assert run.hits[-1] == _NUM
