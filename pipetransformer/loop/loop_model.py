@@ -154,7 +154,7 @@ class LoopModel:
         freeze_modules(model, settings.parts.values())
         singly = [self.samples.probe([index]) for index in self.samples.spread(_MOST_COMPARED)]
         varied = [name for name in singly[0] if len({one[name].shape for one in singly}) > 1]
-        return present_parts(
+        shown = present_parts(
             model,
             settings.parts,
             entries,
@@ -162,6 +162,13 @@ class LoopModel:
             beside=self.collation.targets,
             varied=varied,
         )
+        packing = row_of(shown).packing
+        if config.cache_dtype is not None and packing is not None and not packing.is_single:
+            raise ValueError(
+                f"cache_dtype={config.cache_dtype!r} rounds rows of a single tensor, but parts "
+                "return several; leave it out"
+            )
+        return shown
 
     def _set_apart(
         self,

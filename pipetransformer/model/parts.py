@@ -57,6 +57,7 @@ class Packing:
 
     @property
     def is_single(self) -> bool:
+        """Return whether a row is one tensor of the parts' own dtype."""
         return sum(len(one.shapes) for one in self.answers) == 1
 
     def packed(self, answers: Sequence[Any], num_samples: int) -> Tensor:

@@ -404,6 +404,12 @@ def test_a_part_with_two_names_has_either() -> None:
     attach(model, parts=["other"]).close()
 
 
+def test_rows_of_several_tensors_are_not_rounded() -> None:
+    build = _returning(lambda h: (h, h), lambda answer: answer[0])
+    with pytest.raises(ValueError, match="rounds rows of a single tensor"):
+        _run(build, by_hand=False, cache_dtype="bfloat16")
+
+
 def test_rounded_rows_do_where_the_model_returns_a_dict() -> None:
     build = type("Dict", (Plain,), {"forward": lambda self, x: {"a": Plain.forward(self, x)}})
     run = _run(
