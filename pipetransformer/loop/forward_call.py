@@ -118,6 +118,8 @@ class RowBatch:
         not_read: names of these.
         call: whose parameters these are.
         stamp: of the blocks that have made the rows.
+        place: of the loop whose samples these are.
+        read: returns what its loader has for them.
     """
 
     number: int
@@ -130,6 +132,8 @@ class RowBatch:
     not_read: frozenset[str]
     call: LoopCall
     stamp: int
+    place: object
+    read: Callable[[RowBatch], Mapping[str, Tensor]]
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

@@ -110,6 +110,7 @@ class RowBatches:
             renew=self._renew,
             read=self._read_inputs,
         )
+        self.forward.place = place
 
     def announce(self, drawn: Sequence[list[int]]) -> None:
         """Take note of all batches of an epoch."""
@@ -281,7 +282,10 @@ class RowBatches:
         number = next(self._place.numbers) if number is None else number
         num, depth, stamp = len(next(iter(fetched.values()))), prefix.depth, prefix.stamp
         call = call or known.calls[0]
-        return RowBatch(number, ids, num, epoch, depth, rows, entries, not_read, call, stamp)
+        return RowBatch(
+            number, ids, num, epoch, depth, rows, entries, not_read, call, stamp,
+            place=self._place, read=self._read_inputs,
+        )  # fmt: skip
 
     def from_rows(
         self, entries: Mapping[str, Tensor], rows: Tensor, targets: Mapping[str, Tensor]

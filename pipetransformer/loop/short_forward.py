@@ -66,6 +66,7 @@ class ShortForward:
         num_served: forwards that rows were used in.
         is_awaited: whether a loop is within an epoch whose batches have rows.
         leaves_out: whether the entrance is left out, too.
+        place: of the loop whose batches it serves; those of another `attach` have other rows.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ShortForward:
         self._with_adapters = modules_with_adapters(self._task.model.model)
         self._adapters = adapters_in_use(self._with_adapters)
         self._has_told = False
+        self.place: object = None
         # From the first batch on, as it may be run when all is thawed.
         begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
         whole = self._task.model.model
@@ -180,6 +182,8 @@ class ShortForward:
                 return other._begin(model, args, kwargs)
             self.is_confirmed = True
         found = self._call.rows_of(args, kwargs)
+        if found is not None and any(b.place is not self.place for b in found[0].batches.values()):
+            found = None
         # Only in the first batch entries say their names that no known call is given.
         more = self._call.learned(args, kwargs) if found is None and is_usual else None
         if more is not None:
@@ -242,7 +246,12 @@ class ShortForward:
                 self._nan[kind] = torch.full((), torch.nan, dtype=kind[0], device=kind[1])
             return self._nan[kind].expand(entry.shape)
         batches: list[RowBatch] = [*mark.batches.values()]
-        read = {batch.number: self._read(batch)[mark.name] for batch in batches}
+        read = {
+            batch.number: (self._read if batch.place is self.place else batch.read)(batch)[
+                mark.name
+            ]
+            for batch in batches
+        }
         rows = [read[number][place] for number, place in mark.table.tolist()]
         return torch.stack(rows).to(entry.device, entry.dtype)
 

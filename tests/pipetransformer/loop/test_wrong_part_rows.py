@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections import namedtuple
@@ -419,3 +420,32 @@ def test_rounded_rows_do_where_the_model_returns_a_dict() -> None:
         cache_dtype="bfloat16",
     )
     assert run.hits[-1] == _NUM
+
+
+class Tripled(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 3)
+
+
+def test_a_batch_of_another_attach_has_no_rows_of_this_one() -> None:
+    # Both have the same weights, and so had the same stamps; and their samples are others.
+    torch.manual_seed(0)
+    models = [Plain(), Tripled()]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = [copy.deepcopy(model).eval() for model in models]
+    inputs = [torch.randn(_NUM, 3, 4, 4) for _ in models]
+    loaders = [
+        DataLoader([{"x": x, "place": i} for i, x in enumerate(own)], batch_size=4)
+        for own in inputs
+    ]
+    attached = [attach(model, parts=["tower"]) for model in models]
+    for epoch in range(6):
+        turn = epoch % 2
+        for batch in attached[turn].epoch(loaders[turn]):
+            images = inputs[turn][batch["place"]]
+            for place, (model, own) in enumerate(zip(models, plain, strict=True)):
+                if place == turn or epoch > 1:  # Each has begun by then.
+                    assert torch.equal(model.eval()(batch["x"]), own(images))
+    assert [one.stats.hits for one in attached] == [_NUM, _NUM]
+    for one in attached:
+        one.close()
