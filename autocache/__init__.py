@@ -14,7 +14,6 @@ stamp: what rows have passed through
 from __future__ import annotations
 
 from autocache.activation_store import ActivationStore, RowRead
-from autocache.behind import WrittenBehind
 from autocache.device_store import DeviceStore, device_bytes
 from autocache.kept_store import KeptRows, KeptStore
 from autocache.layout import RowField, RowLayout
@@ -31,10 +30,11 @@ from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowStore
 from autocache.uploads import Uploader
+from autocache.write_behind import WriteBehind
 
 __all__ = [
     "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
     "NamelessFilesError", "OpenSet", "Positions", "PrefixCache", "RowContent", "RowField",
-    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "Uploader", "WrittenBehind",
+    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "Uploader", "WriteBehind",
     "by_position", "chain_hash", "device_bytes", "fingerprint", "own_lengths",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ Up to three threads use a store:
 
     fetching       the one thread that asks for rows, and writes what it has computed
     reading ahead  reads, beside a step, the rows that are asked for next
-    writing        of a `WrittenBehind`: writes rows into the store within, and makes checks
+    writing        of a `WriteBehind`: writes rows into the store within, and makes checks
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ActivationStore(ABC):
     ) -> None:
         """Write rows, each id once; from now on they are found.
 
-        For the fetching thread; the store within a `WrittenBehind` is written to by its thread.
+        For the fetching thread; the store within a `WriteBehind` is written to by its thread.
 
         Args:
             rows: every field of the layout and no other, any device.

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
-from autocache.behind import WrittenBehind
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
 from autocache.store import RowStore, check_rows
 from autocache.uploads import beside
+from autocache.write_behind import WriteBehind
 
 
 @final
@@ -44,7 +44,7 @@ class DeviceStore(StoreProxy):
         self._field = fields.pop(HIDDEN)
         rest = RowStore.in_memory(RowLayout(tuple(fields.values())), num_rows)
         # A digest takes long beside a GPU's step, so a thread computes it.
-        super().__init__(WrittenBehind(rest, device=device) if device.type == "cuda" else rest)
+        super().__init__(WriteBehind(rest, device=device) if device.type == "cuda" else rest)
         self.layout = layout
         try:
             shape = (num_rows, *self._field.shape)

@@ -66,8 +66,8 @@ from pipetransformer.durable_files import replace_tensors
 from pipetransformer.elastic import Change, Decision, Deployment, Elasticity
 from pipetransformer.feed import (
     Batch,
+    BatchForecast,
     Clock,
-    ComingBatches,
     ComingStep,
     FrozenPrefix,
     SampleFeed,
@@ -81,7 +81,7 @@ from pipetransformer.feed import (
 from pipetransformer.measure import largest_micro_batch
 from pipetransformer.model import (
     LayeredModel,
-    LentModel,
+    ModelLoan,
     OptimizerFactory,
     adapt,
     set_frozen,
@@ -166,11 +166,11 @@ class Trainer:
         # The loss that the model itself returns is not smoothed.
         self._given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
         _check(config, train_dataset, eval_dataset)
-        self._lent, self._memory = LentModel(task), FreedMemory()
+        self._lent, self._memory = ModelLoan(task), FreedMemory()
         freezes = not isinstance(policy, NeverFreeze)
         self._caches = config.cache and freezes
         self._timeline = timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
-        self._coming = ComingBatches(task, train_dataset, timeline)
+        self._coming = BatchForecast(task, train_dataset, timeline)
 
         self.world = world = _join_world(config)
         prefix = FrozenPrefix(task)
@@ -737,7 +737,7 @@ class Trainer:
             set_frozen(self._task, decision.num_frozen, decision.resting)
 
     def _give_model_back(self) -> None:
-        """Leave the user's model as it came, but for its weights; see `LentModel`."""
+        """Leave the user's model as it came, but for its weights; see `ModelLoan`."""
         if self._timeline.is_over and self._deployment.stage is not None:
             self._deployment.stage.end_training()
         if self._timeline.is_over:  # A notebook's next Trainer may come before this one's `close`.

@@ -4,7 +4,7 @@ request ─► search ─► estimate ─► simulation
              └─ explanation       published: the paper's rules, for comparison
 """
 
-from autopipe.plan.explanation import ExplainedPlan, explain, runners_up, sureness
+from autopipe.plan.explanation import ExplainedPlan, confidence, explain, runners_up
 from autopipe.plan.published import (
     best_count,
     plan_as_published,
@@ -30,5 +30,5 @@ __all__ = [
     "best_count", "candidates", "explain", "fitting_lengths",
     "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
     "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
-    "step_range", "sureness", "throughput_table",
+    "step_range", "confidence", "throughput_table",
 ]  # fmt: skip

@@ -130,7 +130,7 @@ def _rank(plan: PipelinePlan) -> tuple[float, int, int]:
     return float(f"{plan.predicted_step_s:.9g}"), plan.length, plan.num_micro_batches
 
 
-def sureness(
+def confidence(
     range_s: tuple[float, float],
     near: Sequence[PipelinePlan],
     taken: PipelinePlan,

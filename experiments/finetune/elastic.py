@@ -14,7 +14,7 @@ from experiments.finetune.usage import as_usage
 from experiments.tasks.workload import Workload
 from pipetransformer import Trainer, named_optimizer
 from pipetransformer.cli import Place, answers_text, find_plan
-from pipetransformer.demo import HeldUp
+from pipetransformer.demo import RunQueueWait
 
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def train(options: RunOptions, workload: Workload) -> None:
             say_plans(options, workload, trainer)
             return
         start = time.perf_counter()
-        with HeldUp() as held_up:
+        with RunQueueWait() as held_up:
             report = trainer.fit()
         seconds = time.perf_counter() - start
         found = {"": trainer.predict(workload.eval_dataset)}

@@ -35,7 +35,7 @@ class Outcome:
         train_s: seconds of training steps and transitions.
         total_s: with evaluations, of the whole `fit`.
         steps: taken.
-        details: further plain values, among them `held_up`, see HeldUp.
+        details: further plain values, among them `held_up`, see RunQueueWait.
     """
 
     metrics: dict[str, float]

@@ -46,7 +46,7 @@ from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
 from pipetransformer.checkpoint import write_model_folder
-from pipetransformer.demo import HeldUp
+from pipetransformer.demo import RunQueueWait
 from pipetransformer.feed import read_lengths
 from pipetransformer.model import decay_by_layer
 from pipetransformer.processes import World, connect
@@ -72,7 +72,7 @@ def train(options: RunOptions, workload: Workload) -> None:
     try:
         with as_usage():
             loop = PlainLoop(options, workload, world)
-        with HeldUp() as held_up:
+        with RunQueueWait() as held_up:
             outcome, found = loop.run()
         outcome.details["held_up"] = held_up.share
         if world.is_main:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from textwrap import indent
 from typing import Any
 
-from autopipe.plan import AS_FAST, ExplainedPlan, sureness
+from autopipe.plan import AS_FAST, ExplainedPlan, confidence
 from autopipe.trace import as_bytes, text_table
 from pipetransformer.cli.plan_answer import Answer, Refusal
 
@@ -105,7 +105,7 @@ def _range_text(answer: Answer) -> str:
     chosen = answer.chosen
     if isinstance(chosen, Refusal) or answer.range_s is None:
         return ""
-    return sureness(answer.range_s, answer.near, chosen.plan)
+    return confidence(answer.range_s, answer.near, chosen.plan)
 
 
 def _stage_names(answer: Answer) -> list[str]:

@@ -7,9 +7,10 @@ command ─┬─► runs      the donor, nothing frozen, the elastic run, and a
 
 from pipetransformer.demo.command import add_demo_parser, run_demo
 from pipetransformer.demo.digits import build_model, load_digits_split
-from pipetransformer.demo.results import HeldUp
+from pipetransformer.demo.results import RunQueueWait
 from pipetransformer.demo.runs import DemoSettings
 
 __all__ = [
-    "DemoSettings", "HeldUp", "add_demo_parser", "build_model", "load_digits_split", "run_demo",
+    "DemoSettings", "RunQueueWait", "add_demo_parser", "build_model", "load_digits_split",
+    "run_demo",
 ]  # fmt: skip

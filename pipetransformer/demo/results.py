@@ -22,7 +22,7 @@ TITLES = {
 """The runs in the table, and whether each process keeps to the memory limit."""
 
 
-class HeldUp:
+class RunQueueWait:
     """Measure how long this thread waited for a core that another program had.
 
     Attributes:
@@ -31,7 +31,7 @@ class HeldUp:
 
     share: float | None = None
 
-    def __enter__(self) -> HeldUp:
+    def __enter__(self) -> RunQueueWait:
         self._start, self._waited_s = time.perf_counter(), _waited_s()
         return self
 
@@ -61,7 +61,7 @@ class Result:
     Args:
         seconds: of steps and transitions, without measuring and evaluations.
         accuracy: on the test scans, 0 to 1.
-        held_up: as of HeldUp, on the first process.
+        held_up: as of RunQueueWait, on the first process.
     """
 
     seconds: float

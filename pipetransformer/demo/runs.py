@@ -20,7 +20,7 @@ from autodp import EpochSampler, shuffled
 from freeze import FreezeSchedule
 from pipetransformer.config import cosine_with_warmup
 from pipetransformer.demo.digits import BATCH_SIZE, build_model, load_digits_split
-from pipetransformer.demo.results import HeldUp, Result
+from pipetransformer.demo.results import Result, RunQueueWait
 from pipetransformer.model import adamw
 from pipetransformer.trainer import Trainer
 
@@ -142,7 +142,7 @@ def train_here(settings: DemoSettings, run: str) -> None:
         optimizer=adamw(LEARNING_RATE),
         **trainer_settings(settings, run),
     ) as trainer:
-        with HeldUp() as held_up:
+        with RunQueueWait() as held_up:
             report = trainer.fit()
         trainer.save_model(folder / "model.safetensors")
         if trainer.is_main_process:
@@ -194,7 +194,7 @@ def train_by_hand(settings: DemoSettings, run: str) -> None:
     images, labels = test.tensors
     model = fine_tuned(settings)
     loop = PlainLoop(model, *train.tensors)
-    with HeldUp() as held_up:
+    with RunQueueWait() as held_up:
         seconds = _train(loop, settings, len(train))
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()

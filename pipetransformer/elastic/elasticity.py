@@ -77,7 +77,7 @@ class Change:
         predicted_s: what carrying out was predicted to take.
         bytes_moved: what all ranks received.
         step_before_s: a recent step's seconds in the long run; None if not known.
-        sureness: how sure a new plan is, on rank 0; "" if nothing was planned.
+        confidence: how sure a new plan is, on rank 0; "" if nothing was planned.
         context: what the policy has seen, on rank 0; None if it was not asked.
         look_s: seconds of a forward of the probe batch.
         observe_s: seconds of reading all signals, a look included.
@@ -90,7 +90,7 @@ class Change:
     predicted_s: float
     bytes_moved: int
     step_before_s: float | None
-    sureness: str = ""
+    confidence: str = ""
     context: FreezeContext | None = None
     look_s: float = 0.0
     observe_s: float = 0.0
@@ -102,7 +102,7 @@ class Choice:
 
     decision: Decision
     context: FreezeContext | None = None
-    sureness: str = ""
+    confidence: str = ""
 
 
 @dataclass(frozen=True)
@@ -492,7 +492,7 @@ class Elasticity:
             predicted_s,
             moved,
             step_before_s,
-            choice.sureness,
+            choice.confidence,
             choice.context,
         )
 

@@ -18,6 +18,7 @@ from autopipe.pipedream import pipedream_stages, plan_as_pipedream
 from autopipe.plan import (
     PipelinePlan,
     PlanRequest,
+    confidence,
     near_fastest,
     plan_as_published,
     plan_pipeline,
@@ -25,7 +26,6 @@ from autopipe.plan import (
     published_length,
     stage_compute_s,
     step_range,
-    sureness,
 )
 from autopipe.profile import Profile
 from pipetransformer.elastic.costs import Calibration, TransitionCost, rested
@@ -353,7 +353,7 @@ class RunPlanner:
         return plan, situation.request.prefix_cached_s is not None
 
     def how_sure(self, clock: Clock, current: Decision | None, decision: Decision) -> str:
-        """Return the `sureness` of a decision's plan; "" where there was no choice of ours."""
+        """Return the `confidence` of a decision's plan; "" where there was no choice of ours."""
         plan, config = decision.plan, self._task.config
         if self._world.size == 1 or callable(config.plan):
             return ""
@@ -367,7 +367,7 @@ class RunPlanner:
             # A plan that was tried has a correction, which the spread of the probes ignores.
             near = [one for one in near if situation.correction(one) == 1]
         range_s = taught * low_s, taught * high_s
-        return sureness(range_s, near, plan, current=situation.current)
+        return confidence(range_s, near, plan, current=situation.current)
 
     def same_stages(
         self, clock: Clock, current: Decision, plan: PipelinePlan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autocache import HIDDEN, chain_hash, fingerprint
 from pipetransformer.feed.collation import Batch
-from pipetransformer.feed.kept_origin import settings_of
+from pipetransformer.feed.row_origin import settings_of
 from pipetransformer.model import Task, in_mode, modes_of, set_modes
 
 _LOGGER = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from autocache import (
     NamelessFilesError,
     RowLayout,
     RowStore,
-    WrittenBehind,
+    WriteBehind,
     device_bytes,
 )
 from autodp import gather_json
@@ -284,7 +284,7 @@ def warn_of_others(store: KeptStore) -> None:
 
 def behind(world: World, store: ActivationStore) -> ActivationStore:
     """Have rows written behind a GPU's steps; a CPU's step needs all cores."""
-    return store if world.device.type != "cuda" else WrittenBehind(store, device=world.device)
+    return store if world.device.type != "cuda" else WriteBehind(store, device=world.device)
 
 
 def make_store(

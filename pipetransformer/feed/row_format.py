@@ -13,8 +13,8 @@ from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, by_pos
 from autodp import broadcast_json
 from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.held_targets import HeldTargets
 from pipetransformer.feed.samples import Samples
+from pipetransformer.feed.target_source import TargetSource
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RowFormat:
         model = prefix.task.model
         names = (*model.sides_of(0, len(model.sublayers)), *model.targets)
         self._known = tuple(dict.fromkeys(names))
-        self.content, self.targets = RowContent(()), HeldTargets(samples)
+        self.content, self.targets = RowContent(()), TargetSource(samples)
         self._positions: Positions | None = None
         self._was_compared, self._trouble = False, ""
         self._pads_elsewhere = False

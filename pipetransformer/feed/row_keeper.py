@@ -23,8 +23,6 @@ from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
 from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
-from pipetransformer.feed.kept_origin import about_rows, data_origin, machine_origin
-from pipetransformer.feed.kept_proof import KeptProof
 from pipetransformer.feed.node_store import (
     behind,
     check_device,
@@ -33,6 +31,8 @@ from pipetransformer.feed.node_store import (
     warn_of_others,
 )
 from pipetransformer.feed.row_format import RowFormat
+from pipetransformer.feed.row_origin import about_rows, data_origin, machine_origin
+from pipetransformer.feed.row_proof import RowProof
 from pipetransformer.feed.samples import Samples
 from pipetransformer.processes import World
 
@@ -269,9 +269,9 @@ class RowKeeper:
         rows = self.row_ids(ids, 0, num_rows=store.num_rows)
         return self._proof(epoch=0).holds(store, ids, rows)
 
-    def _proof(self, *, epoch: int) -> KeptProof:
+    def _proof(self, *, epoch: int) -> RowProof:
         stamps, content, view = self._prefix.stamps, self.format.content, self.view(epoch)
-        return KeptProof(self.cache_over, stamps, self._samples, content, view)
+        return RowProof(self.cache_over, stamps, self._samples, content, view)
 
     def prove_others(self, ids: Tensor, epoch: int) -> None:
         """Read no row of another run before some of its rows were computed again."""

@@ -19,7 +19,7 @@ from autocache import (
 )
 from pipetransformer.config import CollateFunction
 from pipetransformer.feed.collation import Batch, Collation
-from pipetransformer.feed.coming_fetches import Coming, Fetch, Follower, with_later
+from pipetransformer.feed.fetch_forecast import Coming, Fetch, Follower, with_later
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.random_numbers import own_random_numbers
 from pipetransformer.feed.row_block import RowBlock, hit_together

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipetransformer.feed.collation import Batch
-from pipetransformer.feed.coming_fetches import Follower
+from pipetransformer.feed.fetch_forecast import Follower
 from pipetransformer.feed.samples import Samples
 
 # A process that was spawned would spawn its workers, too: each would import torch anew, and data

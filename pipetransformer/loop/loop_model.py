@@ -15,7 +15,7 @@ from autocache import HIDDEN
 from autopipe.loss import Loss
 from freeze.in_place import freeze_modules, list_before
 from pipetransformer.config import TrainConfig
-from pipetransformer.feed import HeldTargets, Samples
+from pipetransformer.feed import Samples, TargetSource
 from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
 from pipetransformer.loop.data_watch import DataWatch
 from pipetransformer.loop.forward_call import LoopCall
@@ -105,7 +105,7 @@ class LoopModel:
             show = self._with_parts if settings.parts else self._presented
             layered = show(model, config, settings)
             self._set_apart(layered, loader, settings, config)
-            if "cache_check" not in settings.cache and not HeldTargets(self.samples).knows():
+            if "cache_check" not in settings.cache and not TargetSource(self.samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
         if any(id(parameter) not in had for parameter in model.parameters()):

@@ -1,6 +1,6 @@
 """Say what is trained: the model's sublayers, its loss, precision and optimizer.
 
-task: all of it in one value                        lent_model: gives it back as it came
+task: all of it in one value                        model_loan: gives it back as it came
 layered_model: a model as a row of sublayers        registry: which adapter knows a model
 timm_vit, transformers_*: the adapters              transformer: what they share
 optimizers: built anew wherever layers go           precision: dtypes, and the scale of float16
@@ -26,7 +26,7 @@ from pipetransformer.model.layered_model import (
     named_tensors,
     refuse_hooks,
 )
-from pipetransformer.model.lent_model import LentModel
+from pipetransformer.model.model_loan import ModelLoan
 from pipetransformer.model.optimizers import (
     NamedParameters,
     OptimizerFactory,
@@ -67,7 +67,7 @@ from pipetransformer.model.task import (
 from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
-    "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "LentModel",
+    "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
     "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",

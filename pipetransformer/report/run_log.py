@@ -214,8 +214,8 @@ class RunLog:
         cached = ", prefix cached" if decision.use_cache else ""
         now = f"{self._shape_text(decision)}{cached} in {seconds * 1e3:.0f} ms"
         self.say(f"step {decision.step}: {was} -> {now}")
-        if change.sureness:
-            self.say(f"step {decision.step}: {change.sureness}")
+        if change.confidence:
+            self.say(f"step {decision.step}: {change.confidence}")
 
     def outcome(self, step: int, decision: Decision, measured_step_s: float) -> None:
         """Record the lasting time of steps after a transition, beside the predicted one."""

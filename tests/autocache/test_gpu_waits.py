@@ -14,10 +14,10 @@ from torch import Tensor
 
 from autocache import ActivationStore, DeviceStore
 from autocache import prefix_cache as reader_module
-from autocache.behind import WrittenBehind
 from autocache.prefix_cache import PrefixCache, RowReader
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore
+from autocache.write_behind import WriteBehind
 from tests.helpers.cached import (
     KEEP,
     NUM_LAYERS,
@@ -62,7 +62,7 @@ class OneGpu:
         layout = CONTENT.layout(one, torch.empty(1, NUM_TOKENS, WIDTH))
         if kind == "device":
             return DeviceStore(layout, 20, device=CUDA)
-        return WrittenBehind(RowStore.in_memory(layout, 20), device=CUDA)
+        return WriteBehind(RowStore.in_memory(layout, 20), device=CUDA)
 
     def fetch(
         self, ids: Tensor, depth: int, *, ahead: Tensor | None = None

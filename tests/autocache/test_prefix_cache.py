@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from autocache import ActivationStore, DeviceStore
-from autocache.behind import WrittenBehind
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore
+from autocache.write_behind import WriteBehind
 from tests.helpers.cached import (
     CHUNK_SIZE,
     CONTENT,
@@ -246,7 +246,7 @@ def test_on_a_gpu_cached_equals_uncached_bitwise_whatever_is_done_to_what_it_giv
         store = DeviceStore(layout, NUM_SAMPLES - 5, device=device)
     else:
         store = RowStore.in_memory(layout, NUM_SAMPLES - 5)
-        store = WrittenBehind(store, device=device) if kind == "behind" else store
+        store = WriteBehind(store, device=device) if kind == "behind" else store
     cache = make_cache(prefix, prefix.stamps(NUM_LAYERS), store, device)
     uncached = make_cache(prefix, prefix.stamps(NUM_LAYERS), None, device)
     for step, ids in enumerate(random_batches(0, 40)):

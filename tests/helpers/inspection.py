@@ -8,7 +8,7 @@ from typing import Any
 from autocache import ActivationStore
 from pipetransformer import LayeredModel, Trainer
 from pipetransformer.elastic import Deployment, Elasticity
-from pipetransformer.feed import ComingBatches, SampleFeed
+from pipetransformer.feed import BatchForecast, SampleFeed
 from pipetransformer.model import Task
 from pipetransformer.stage import Stage
 
@@ -43,7 +43,7 @@ def elastic_of(trainer: Trainer) -> Elasticity:
     return trainer._elastic
 
 
-def coming_of(trainer: Trainer) -> ComingBatches:
+def coming_of(trainer: Trainer) -> BatchForecast:
     """Return which samples follow."""
     return trainer._coming
 

@@ -301,7 +301,7 @@ def no_luck() -> Iterator[None]:
     """Leave what is found by chance alone: it is no promise."""
     with pytest.MonkeyPatch.context() as patch:
         leave_rows_unchecked(patch)
-        patch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+        patch.setattr("pipetransformer.feed.row_origin._MOST_DIGESTED", 2)
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.explanation import sureness
+from autopipe.plan.explanation import confidence
 from autopipe.plan.request import PipelinePlan
 from autopipe.plan.search import (
     candidates,
@@ -305,15 +305,15 @@ def test_how_sure_a_choice_is_names_the_plans_that_cannot_be_told_apart() -> Non
     near = [plain(1, 0.1), plain(2, 0.098)]
     range_text = "a step takes 90 ms to 120 ms by the quartiles of what was measured"
     both = "K = 1, M = 2 (100 ms) and K = 2, M = 2 (98 ms) cannot be told apart"
-    assert sureness((0.09, 0.12), near, near[0]) == (
+    assert confidence((0.09, 0.12), near, near[0]) == (
         f"{range_text}; {both}: K = 1 is taken, the shortest pipeline"
     )
     for current, rule in (
         (near[1], "stays, as going costs time"),
         (near[0], "is taken, which saves more until the end than going there costs"),
     ):
-        text = sureness((0.09, 0.12), near, near[1], current=current)
+        text = confidence((0.09, 0.12), near, near[1], current=current)
         assert text == f"{range_text}; {both}: K = 2 {rule}"
-    assert sureness((0.09, 0.12), near, plain(4, 0.2)) == range_text
-    assert sureness((0.09, 0.12), near[:1], near[0]) == range_text
-    assert sureness((0.1, 0.1), near, near[0]) == ""
+    assert confidence((0.09, 0.12), near, plain(4, 0.2)) == range_text
+    assert confidence((0.09, 0.12), near[:1], near[0]) == range_text
+    assert confidence((0.1, 0.1), near, near[0]) == ""

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
-from pipetransformer.demo import DemoSettings, HeldUp, build_model
+from pipetransformer.demo import DemoSettings, RunQueueWait, build_model
 from pipetransformer.demo.command import clear_folder, write_results
 from pipetransformer.demo.digits import NUM_BLOCKS
 from pipetransformer.demo.results import TITLES, Result, table
@@ -54,7 +54,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_sleeps_is_not_held_up() -> None:
-    with HeldUp() as held_up:
+    with RunQueueWait() as held_up:
         time.sleep(0.05)
     assert held_up.share is None or 0 <= held_up.share < 0.9
 

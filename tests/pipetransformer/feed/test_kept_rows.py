@@ -185,7 +185,7 @@ def test_other_threads_compute_other_last_bits_so_they_find_no_row(rows: Path) -
 def test_one_changed_sample_or_label_is_made_anew(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+    monkeypatch.setattr("pipetransformer.feed.row_origin._MOST_DIGESTED", 2)
     Run(tmp_path)
     changed, plainly = texts(), texts()
     for dataset in (changed, plainly):
@@ -222,7 +222,7 @@ def test_a_collate_function_that_cuts_texts_elsewhere_gets_rows_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The samples that tell data sets apart are short: each row's own digest must tell.
-    monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+    monkeypatch.setattr("pipetransformer.feed.row_origin._MOST_DIGESTED", 2)
 
     Run(tmp_path, collate=cut_at_limit)
     monkeypatch.setattr(LIMIT, "tokens", 7)  # What an object outside a function holds is not told.
@@ -360,7 +360,7 @@ def test_a_table_s_file_with_other_content_of_the_same_length_and_time_is_notice
     in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The library's fingerprint of a file is its path and its time, or what was saved beside it.
-    monkeypatch.setattr("pipetransformer.feed.kept_origin._MOST_DIGESTED", 2)
+    monkeypatch.setattr("pipetransformer.feed.row_origin._MOST_DIGESTED", 2)
     leave_rows_unchecked(monkeypatch)
     changed = texts()
     changed.entries["input_ids"][4, 1] += 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autocache import HIDDEN, CacheStats, Positions, own_lengths
 from autocache.store import RowStore
-from pipetransformer.feed.coming_fetches import Follower, with_later
+from pipetransformer.feed.fetch_forecast import Follower, with_later
 from pipetransformer.feed.row_block import RowBlock, hit_together
 from tests.helpers.feeds import Feed, counts, leave_rows_unchecked
 

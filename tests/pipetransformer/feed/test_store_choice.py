@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from autocache import DeviceStore, RowStore, WrittenBehind, device_bytes
+from autocache import DeviceStore, RowStore, WriteBehind, device_bytes
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.feed import node_store as store_choice
-from pipetransformer.feed.coming_fetches import Follower, with_later
+from pipetransformer.feed.fetch_forecast import Follower, with_later
 from pipetransformer.processes.world import connect
 from tests.helpers.adapted import classifier
 from tests.helpers.feeds import ALONE, Feed, Sentences, assert_fetch, counts, leave_rows_unchecked
@@ -275,7 +275,7 @@ def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_
     on_device, device_kind, device_waits = run(monkeypatch, cache_device="cuda")
     in_file, file_kind, file_waits = run(monkeypatch, cache_device="cpu")
     computed, no_kind, _ = run(monkeypatch, cache=False)
-    assert (device_kind, file_kind, no_kind) == (DeviceStore, WrittenBehind, type(None))
+    assert (device_kind, file_kind, no_kind) == (DeviceStore, WriteBehind, type(None))
     assert on_device == in_file == computed
     # Where an epoch begins and ends it is decided, and looked at the frozen layers.
     inner = range(1, len(on_device), _NUM // _BATCH)

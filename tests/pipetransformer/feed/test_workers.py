@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from freeze import FreezeContext, FreezeDecision
 from pipetransformer.feed import Batch, Collation, ForeseenSamples, Request, Samples
-from pipetransformer.feed.coming_fetches import Fetch, Follower, with_later
+from pipetransformer.feed.fetch_forecast import Fetch, Follower, with_later
 from tests.helpers.models import tiny_data, tiny_trainer
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from pipetransformer.model.task import Task, set_frozen
 
-_LENT: WeakKeyDictionary[nn.Module, weakref.ref[LentModel]] = WeakKeyDictionary()
+_LENT: WeakKeyDictionary[nn.Module, weakref.ref[ModelLoan]] = WeakKeyDictionary()
 """Models that runs of this process have borrowed, and who has them."""
 
 
 @final
-class LentModel:
+class ModelLoan:
     """Remember how a task's model came, and give it back; at the latest when this is collected.
 
     Raises:

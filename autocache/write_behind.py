@@ -41,7 +41,7 @@ class _Writing:
 
 
 @final
-class WrittenBehind(StoreProxy):
+class WriteBehind(StoreProxy):
     """Have a thread write the rows of a store.
 
     One thread calls it; one other may read. An error in the background is raised by the next call.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from pipetransformer.feed.kept_origin import settings_of
+from pipetransformer.feed.row_origin import settings_of
 from pipetransformer.model.registry import adapt
 
 

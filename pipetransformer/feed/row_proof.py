@@ -43,7 +43,7 @@ _ALLOWED = 5e-5
 
 @final
 @dataclass(frozen=True)
-class KeptProof:
+class RowProof:
     """Compute rows as a run would, and compare them with those that are kept."""
 
     cache_over: CacheOver

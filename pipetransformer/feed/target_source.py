@@ -32,7 +32,7 @@ _PADDING = -100
 
 
 @final
-class HeldTargets:
+class TargetSource:
     """Read targets from where a data set holds them, as long as its samples have the same ones.
 
     Known places are the tensors of a TensorDataset, the items of a list, the attributes of

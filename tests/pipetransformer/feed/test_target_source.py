@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from pipetransformer.feed import Collation, HeldTargets, Samples
+from pipetransformer.feed import Collation, Samples, TargetSource
 
 IDS = torch.tensor([2, 0, 3])
 LABELS = [4, 5, 6, 7]
@@ -49,12 +49,12 @@ def reordered() -> datasets.Dataset:
     return kept.select([found.index(label) for label in LABELS])
 
 
-def held(dataset: Any, names: tuple[str, ...] = ("labels",)) -> HeldTargets:
+def held(dataset: Any, names: tuple[str, ...] = ("labels",)) -> TargetSource:
     collation = Collation(("x", *names), inputs=("x",), targets=names, needs_targets=False)
-    return HeldTargets(Samples(dataset, collation, 0))
+    return TargetSource(Samples(dataset, collation, 0))
 
 
-def changed(targets: HeldTargets, *kept: Any, names: tuple[str, ...] = ("labels",)) -> list[bool]:
+def changed(targets: TargetSource, *kept: Any, names: tuple[str, ...] = ("labels",)) -> list[bool]:
     rows = {name: torch.as_tensor(one) for name, one in zip(names, kept, strict=True)}
     return targets.changed(IDS, rows).tolist()
 

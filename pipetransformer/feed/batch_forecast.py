@@ -37,7 +37,7 @@ class ComingStep:
     learning_rate_factor: float
 
 
-class ComingBatches:
+class BatchForecast:
     """Cut a data set's epochs into global batches, from where the run is."""
 
     def __init__(self, task: Task, dataset: SizedDataset, timeline: Timeline) -> None:

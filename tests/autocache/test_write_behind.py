@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from autocache import ActivationStore
-from autocache.behind import WrittenBehind
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore
+from autocache.write_behind import WriteBehind
 from tests.helpers.cached import (
     CHUNK_SIZE,
     CPU,
@@ -69,15 +69,15 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 @pytest.fixture
-def behind(held: Held) -> Iterator[WrittenBehind]:
-    made = WrittenBehind(RowStore.in_memory(LAYOUT, 12), device=CPU)
+def behind(held: Held) -> Iterator[WriteBehind]:
+    made = WriteBehind(RowStore.in_memory(LAYOUT, 12), device=CPU)
     yield made
     held.release()
     made.close()
 
 
 def test_rows_that_wait_are_found_under_their_stamp_and_no_other(
-    behind: WrittenBehind, held: Held
+    behind: WriteBehind, held: Held
 ) -> None:
     ids = torch.arange(4)
     behind.write(ids[:3], 5, rows(ids[:3]))
@@ -91,13 +91,13 @@ def test_rows_that_wait_are_found_under_their_stamp_and_no_other(
     assert behind.find(ids, [5, 7]).tolist() == [1, 2, 1, 0]
 
 
-def test_ids_without_a_row_are_not_found_while_others_wait(behind: WrittenBehind) -> None:
+def test_ids_without_a_row_are_not_found_while_others_wait(behind: WriteBehind) -> None:
     ids = torch.tensor([2, 12, 40])
     behind.write(ids, 5, rows(ids))
     assert behind.find(ids, [5]).tolist() == [1, 0, 0]
 
 
-def test_a_read_waits_for_the_rows_that_it_asks_for(behind: WrittenBehind, held: Held) -> None:
+def test_a_read_waits_for_the_rows_that_it_asks_for(behind: WriteBehind, held: Held) -> None:
     ids = torch.tensor([3, 1])
     behind.write(ids, 5, rows(ids))
     begun, found = threading.Event(), []
@@ -117,13 +117,13 @@ def test_a_read_waits_for_the_rows_that_it_asks_for(behind: WrittenBehind, held:
         assert torch.equal(read_rows.rows[name], wanted), name
 
 
-def test_a_read_of_other_rows_waits_for_none(behind: WrittenBehind, held: Held) -> None:
+def test_a_read_of_other_rows_waits_for_none(behind: WriteBehind, held: Held) -> None:
     behind.write(torch.tensor([3]), 5, rows(torch.tensor([3])))
     assert behind.read(torch.tensor([4]), [5]).depth.tolist() == [0]
     assert not held.written
 
 
-def test_two_writes_wait_at_most(behind: WrittenBehind, held: Held) -> None:
+def test_two_writes_wait_at_most(behind: WriteBehind, held: Held) -> None:
     for one in range(2):
         behind.write(torch.tensor([one]), 5, rows(torch.tensor([one])))
     assert not held.written
@@ -135,7 +135,7 @@ def test_two_writes_wait_at_most(behind: WrittenBehind, held: Held) -> None:
 
 
 def test_what_is_written_is_what_was_given_whatever_becomes_of_its_memory(
-    behind: WrittenBehind, held: Held
+    behind: WriteBehind, held: Held
 ) -> None:
     ids = torch.tensor([3, 1])
     given = rows(ids)
@@ -149,7 +149,7 @@ def test_what_is_written_is_what_was_given_whatever_becomes_of_its_memory(
 
 
 def test_what_fails_in_the_background_is_raised_once_by_the_next_call(
-    behind: WrittenBehind, held: Held
+    behind: WriteBehind, held: Held
 ) -> None:
     ids = torch.tensor([3, 1])
     behind.write(ids, 5, {HIDDEN: rows(ids)[HIDDEN]})
@@ -162,7 +162,7 @@ def test_what_fails_in_the_background_is_raised_once_by_the_next_call(
 
 
 def test_rows_that_wait_are_of_no_use_in_a_condemned_store(
-    behind: WrittenBehind, held: Held
+    behind: WriteBehind, held: Held
 ) -> None:
     ids = torch.tensor([3, 1])
     behind.write(ids, 5, rows(ids))
@@ -172,7 +172,7 @@ def test_rows_that_wait_are_of_no_use_in_a_condemned_store(
     assert behind.read(ids, [5]).depth.tolist() == [0, 0]
 
 
-def test_a_failed_check_is_known_as_soon_as_anybody_asks(behind: WrittenBehind) -> None:
+def test_a_failed_check_is_known_as_soon_as_anybody_asks(behind: WriteBehind) -> None:
     goes_on = threading.Event()
 
     def check() -> bool:
@@ -191,7 +191,7 @@ def test_others_see_rows_that_are_settled_and_a_closed_store_leaves_no_thread(
 ) -> None:
     before, ids = threading.active_count(), torch.arange(5)
     store = RowStore.create(tmp_path / "rows", LAYOUT, 12)
-    behind = WrittenBehind(store, device=CPU)
+    behind = WriteBehind(store, device=CPU)
     behind.write(ids, 5, rows(ids))
     behind.settle()
     with RowStore.open(store.path, LAYOUT, 12) as other:
@@ -202,7 +202,7 @@ def test_others_see_rows_that_are_settled_and_a_closed_store_leaves_no_thread(
     assert threading.active_count() == before
 
 
-def test_cleared_rows_are_found_under_no_stamp(behind: WrittenBehind, held: Held) -> None:
+def test_cleared_rows_are_found_under_no_stamp(behind: WriteBehind, held: Held) -> None:
     ids = torch.arange(4)
     behind.write(ids, 5, rows(ids))
     held.release()
@@ -236,7 +236,7 @@ def test_fetches_give_the_same_and_count_the_same_as_with_rows_that_are_written_
 ) -> None:
     prefix, samples, plain = Prefix(seed), Samples(), Samples()
     at_once = in_memory(plain, NUM_SAMPLES - 5)
-    behind = WrittenBehind(in_memory(samples, NUM_SAMPLES - 5), device=CPU)
+    behind = WriteBehind(in_memory(samples, NUM_SAMPLES - 5), device=CPU)
     cache, wanted = make_cache(prefix, behind), make_cache(prefix, at_once)
     for step, ids in enumerate(random_batches(seed, 20)):
         depth = 1 + step * NUM_LAYERS // 20
@@ -259,7 +259,7 @@ def test_fetches_give_the_same_and_count_the_same_as_with_rows_that_are_written_
 
 def test_what_is_foreseen_counts_rows_that_wait(held: Held) -> None:
     prefix, samples = Prefix(), Samples()
-    behind = WrittenBehind(in_memory(samples, NUM_SAMPLES), device=CPU)
+    behind = WriteBehind(in_memory(samples, NUM_SAMPLES), device=CPU)
     cache = make_cache(prefix, behind)
     cache.fetch(torch.arange(4), samples.load, depth=2)
     coming = [(pair([2, 3]), pair([])), (pair([3, 9]), pair([]))]
@@ -275,7 +275,7 @@ def test_a_sample_that_differs_is_used_by_one_fetch_and_the_next_starts_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefix, samples = Prefix(), Samples()
-    behind = WrittenBehind(in_memory(samples, NUM_SAMPLES), device=CPU)
+    behind = WriteBehind(in_memory(samples, NUM_SAMPLES), device=CPU)
     cache, ids = make_cache(prefix, behind, checks_every=True), torch.arange(8)
     old = cache.fetch(ids, samples.load, depth=2)
     samples.entries["pixels"][3] += 1
