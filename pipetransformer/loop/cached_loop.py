@@ -85,7 +85,7 @@ def attach(
     refuse_wrapper(model)
     if parts:
         if freeze is not None:
-            raise ValueError("freeze= and parts= exclude each other; attach twice, or give one")
+            raise ValueError("freeze= and parts= exclude each other: give one of them")
         root, named = named_parts(model, parts)
         return CachedLoop(root, lambda _: 1, {**settings, PARTS: named})
     if freeze is None or isinstance(freeze, nn.Module):
