@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
@@ -29,13 +27,8 @@ from pipetransformer.feed.workers import ForeseenSamples, Request
 from pipetransformer.model import EntryNames, Task, names_of
 from pipetransformer.processes import World
 
-_LOGGER = logging.getLogger(__name__)
-
-# Fewer bytes than these are read faster than a thread hands them over.
-_LEAST_AHEAD_BYTES = 1 << 20
 # Fetches ahead that may fill a chunk of the prefix, and whose rows a disk is asked for.
 _NUM_LATER = 8
-_IN_MEMORY = Path("/dev/shm")
 _MOST_BLOCK_BYTES = {False: 4 << 20, True: 128 << 20}
 """What is read at once, in host memory and on a GPU."""
 
