@@ -10,8 +10,8 @@ row is handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -20,7 +20,14 @@ from torch import Tensor
 from autopipe.random_state import random_state
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.replaced_forward import in_own_forward
-from pipetransformer.model import Row, Task, forward_parameters, row_of, whole_in_mode
+from pipetransformer.model import (
+    Row,
+    Task,
+    forward_parameters,
+    replaced,
+    row_of,
+    whole_in_mode,
+)
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -130,31 +137,21 @@ class PartialForward:
     def _samples_first(self, hidden: Tensor) -> Tensor:
         return hidden.transpose(0, 1) if self.row.samples_at else hidden
 
-    @contextmanager
     def _replaced(
         self, first: int, last: int, hidden: Tensor | None, answers: list[Any]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Have the blocks' `forward` do their part meanwhile."""
-        own: dict[int, tuple[bool, Any]] = {}
-        frozen = self.row.frozen(last)
+        frozen, steps = self.row.frozen(last), list[Callable[..., Any]]()
         if self.row.packing is not None:  # In the order in which they are called.
             answers.extend([None] * len(frozen))
         for index, block in enumerate(frozen):
-            own[index] = "forward" in vars(block), block.forward
             if index < first:
                 rows = self._samples_first(hidden) if hidden is not None else None
                 step = self._handing_on(index, rows if index == first - 1 else None)
             else:
                 step = self._running(index, block.forward, answers, is_last=index == last - 1)
-            block.forward = torch.compiler.disable(step)
-        try:
-            yield
-        finally:
-            for index, (was_its_own, forward) in own.items():
-                if was_its_own:
-                    self.row.blocks[index].forward = forward
-                else:
-                    del self.row.blocks[index].forward
+            steps.append(torch.compiler.disable(step))
+        return replaced(frozen, steps)
 
     def _handing_on(self, index: int, rows: Tensor | None) -> Callable[..., Any]:
         call = self.row.calls[index]

@@ -38,7 +38,7 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.parts import UnlikeAnswerError, present_parts
+from pipetransformer.model.parts import UnlikeAnswerError, present_parts, replaced
 from pipetransformer.model.peft_models import (
     adapter_names,
     adapters_in_use,
@@ -75,7 +75,7 @@ __all__ = [
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
     "modules_with_adapters", "named_optimizer", "named_tensors", "names_of",
     "output_of", "owned_parameters", "present", "present_parts", "put_state", "qualified_name",
-    "refuse_hooks",
-    "refuse_no_module", "refuse_wrapper", "row_of", "register_adapter", "set_frozen", "set_modes",
+    "refuse_hooks", "refuse_no_module", "refuse_wrapper", "replaced", "row_of", "register_adapter",
+    "set_frozen", "set_modes",
     "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

@@ -61,7 +61,7 @@ def _is_blind(own: CutForward, given: Entries, name: str, read: Read) -> bool:
     with torch.no_grad():
         hidden = own.below(given, training=False)
         seen = [_seen(own, hidden, one, read) for one in (given, zeros)]
-    return all(_are_equal(*pair) for pair in zip(*seen, strict=True))
+    return all(are_equal(*pair) for pair in zip(*seen, strict=True))
 
 
 def _seen(own: CutForward, hidden: Tensor, entries: Entries, read: Read) -> list[Any]:
@@ -74,7 +74,8 @@ def _seen(own: CutForward, hidden: Tensor, entries: Entries, read: Read) -> list
     return [*seen, read(own.above(hidden, entries, training=False))]
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two leaves of answers are equal tensors, or of one type."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     return type(one) is type(other)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from pipetransformer.model.dependence import are_equal
 from pipetransformer.model.general import ForwardFailedError
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
@@ -370,7 +371,7 @@ def _is_unread(
                 found = run({**entries, name: nan.expand(entry.shape)})
             except Exception:  # Any: it is looked at for something else than its shape.
                 return False
-        if len(found) != len(whole) or not all(map(_are_equal, found, whole)):
+        if len(found) != len(whole) or not all(map(are_equal, found, whole)):
             return False
     return True
 
@@ -390,7 +391,7 @@ def _is_read(entries: Entries, name: str, run: Callable[[Entries], Any], record:
         finally:
             found, record.answers = record.answers, answers
         now, known = _leaves(found), _leaves(answers)
-        if len(now) != len(known) or not all(map(_are_equal, now, known)):
+        if len(now) != len(known) or not all(map(are_equal, now, known)):
             return True
     return False
 
@@ -426,7 +427,7 @@ def _padding_mask(
         found = tree_leaves(run({**entries, _MASK: half}))
     # The part's own answer may be handed on to the loop, which is no matter of the model.
     pairs = [(a, b) for a, b in zip(found, whole, strict=True) if b is not own]
-    return _MASK if all(_are_equal(a, b) for a, b in pairs) else None
+    return _MASK if all(are_equal(a, b) for a, b in pairs) else None
 
 
 _MASK = "attention_mask"
@@ -434,12 +435,6 @@ _MASK = "attention_mask"
 
 def _leaves(answers: Mapping[str, tuple[list[Any], TreeSpec]]) -> list[Any]:
     return [leaf for leaves, _ in answers.values() for leaf in leaves]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other)
 
 
 def served(
