@@ -86,6 +86,8 @@ def attach(
     if parts:
         if freeze is not None:
             raise ValueError("freeze= and parts= exclude each other: give one of them")
+        if dry_run:
+            raise ValueError("parts= are frozen from the start: a dry run has nothing to watch")
         root, named = named_parts(model, parts)
         return CachedLoop(root, lambda _: 1, {**settings, PARTS: named})
     if freeze is None or isinstance(freeze, nn.Module):

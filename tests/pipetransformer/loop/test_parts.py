@@ -232,6 +232,8 @@ def test_a_part_that_runs_twice_is_refused() -> None:
 def test_freeze_and_parts_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         attach(Twice(), parts=["tower"], freeze=1)
+    with pytest.raises(ValueError, match="nothing to watch"):
+        attach(Twice(), parts=["tower"], dry_run=True)
     with pytest.raises(ValueError, match="parts="):
         attach(Twice(), freeze=nn.Linear(2, 2))  # type: ignore[arg-type]
 
