@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -370,7 +371,10 @@ def wait_for_ctrl_c() -> None:
         dist.barrier()
         if world.rank == 1:
             os.killpg(0, signal.SIGINT)
-        select.select([], [], [], DEADLINE_S)
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            # In slices: a signal just before the call would not end it.
+            time.sleep(0.05)
     except KeyboardInterrupt as error:
         error.args = ("stopped at step 7",) if world.rank == 0 else ()
         raise
