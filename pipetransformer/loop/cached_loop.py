@@ -43,6 +43,8 @@ from pipetransformer.model import refuse_no_module, refuse_wrapper
 _LOGGER = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_MOST_EVALUATIONS = 4
+"""Data sets that are evaluated on, whose rows stay."""
 
 
 def attach(
@@ -153,7 +155,8 @@ class CachedLoop:
         self._model, self._freezes, self._settings = model, freezes, dict(settings)
         self._num_begun = self.num_frozen = 0
         self._rows: RowService | None = None
-        self._is_closed = self._has_told = False
+        self._evaluations = list[RowService]()
+        self._is_closed = self._has_told = self._is_evaluating = False
         # At `close`, or where the loop is dropped.
         self._never_begun = weakref.finalize(
             self,
@@ -200,10 +203,105 @@ class CachedLoop:
         """
         return _Epoch(self._batches(loader), loader)
 
-    def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    def evaluation(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield another loader's batches, as a validation set's, from rows. Collective under DDP.
+
+        It may interrupt an epoch. Nothing freezes: rows are of what is frozen now; before the
+        first epoch there are none. Rows of the last four data sets stay, each within
+        `cache_limit_bytes`.
+
+        Raises:
+            TypeError, ValueError: as `epoch`; or another evaluation has not ended.
+        """
+        return _Epoch(self._evaluated(loader), loader)
+
+    def _evaluated(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
+        self._refuse_closed()
+        if self._is_evaluating:
+            raise ValueError("another evaluation is under way: end it, or close its iterator")
+        if self._rows is None or not self._rows.may_serve:
+            yield from loader
+            return
+        forward, self._is_evaluating = self._rows.forward, True
+        forward.pause()
+        try:
+            rows = self._evaluation_rows(loader)
+            with torch.inference_mode(False):
+                rows.forward.resume()
+                rows.set_depth(self.num_frozen)
+            rows.forget_stats()
+            rows.epoch += 1
+            try:
+                yield from rows.batches(loader) if rows.may_serve else loader
+            finally:
+                rows.forward.pause()
+        finally:
+            self._is_evaluating = False
+            if not self._is_closed:
+                forward.resume()
+
+    def _evaluation_rows(self, loader: DataLoader[Any]) -> RowService:
+        assert self._rows is not None
+        for rows in self._evaluations:
+            if rows.serves(loader):
+                rows.refuse_another(loader)
+                return rows
+        if len(self._evaluations) == _MOST_EVALUATIONS:
+            self._evaluations.pop(0).close()
+        call, base = self._rows.call, base_of(loader)
+        with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
+            with own_random_numbers(_CPU):
+                has_names = {*call.parameters} <= {*BatchForm.of(base).names}
+            rows = RowService(
+                self._model,
+                loader,
+                self._settings,
+                call=call if has_names else None,
+                freezes=False,
+            )
+        weakref.finalize(self, rows.close)
+        self._evaluations.append(rows)
+        return rows
+
+    def fill(self, loader: DataLoader[Any]) -> CacheStats:
+        """Compute the rows that samples lack, without training, and return how many had some.
+
+        Of several processes each computes a share. With `cache_keep=True` later runs read them. A
+        bar on stderr shows the rate, the bytes, and when it ends.
+
+        Raises:
+            TypeError, ValueError: as `epoch`; or a policy decides what freezes, or rows cannot be
+                kept.
+        """
         self._never_begun.detach()
+        self._refuse_closed()
+        if isinstance(self._freezes, EpochPolicy):
+            raise ValueError("a policy decides what freezes: rows are filled of parts= or numbers")
+        rows = self._start(loader)
+        if rows is None:
+            raise ValueError(
+                "which entry of a batch the model is given cannot be told by their names: run an "
+                "epoch, whose first forward shows it, or name entries as the model does"
+            )
+        self._begin(rows, loader)
+        self._num_begun -= 1
+        if not rows.may_serve:
+            raise ValueError(
+                "there is nothing to fill: nothing is frozen in the coming epoch, or rows of it "
+                "cannot be kept, as a warning says"
+            )
+        with torch.inference_mode(False):
+            rows.fill()
+        rows.forward.is_awaited = False
+        return rows.stats
+
+    def _refuse_closed(self) -> None:
         if self._is_closed:
             raise ValueError("this loop was closed; attach the model anew")
+
+    def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
+        self._never_begun.detach()
+        self._refuse_closed()
         if isinstance(self._freezes, EpochPolicy) and self._freezes.dry_run:
             self._ask(self._freezes, loader, None)
             self._num_begun += 1
@@ -317,8 +415,9 @@ class CachedLoop:
         self._is_closed = True
         self._never_begun()
         self._stop_watching()
-        if self._rows is not None:
-            self._rows.close()
+        for rows in (self._rows, *self._evaluations):
+            if rows is not None:
+                rows.close()
 
     def _stop_watching(self) -> None:
         if isinstance(self._freezes, EpochPolicy):

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.utils.data import default_collate
+from tqdm import tqdm
 
 from autocache import CacheStats
 from autodp import broadcast_json
@@ -44,6 +45,7 @@ class RowService:
 
     Args:
         keeps_to_labels: whether the loss reads no position that its label leaves out.
+        freezes: whether it freezes blocks; else another service of the model has done it.
     Raises:
         TypeError, ValueError: the loader's samples are not known by index, or the model cannot be
             cut.
@@ -61,8 +63,9 @@ class RowService:
         *,
         call: LoopCall | None = None,
         keeps_to_labels: bool = False,
+        freezes: bool = True,
     ) -> None:
-        self._model = model
+        self._model, self._freezes = model, freezes
         self._settings = LoopSettings.of(settings, keeps_to_labels=keeps_to_labels)
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
@@ -174,10 +177,8 @@ class RowService:
 
     def refuse_another(self, loader: Any) -> None:
         """Raise a ValueError for a loader of other samples than those that were looked at."""
-        base, samples = base_of(loader), self._known.whole
-        dataset: Any = base.dataset
-        function = samples.collation.function or default_collate
-        if dataset is not samples.dataset or base.collate_fn != function:
+        dataset: Any = base_of(loader).dataset
+        if not self.serves(loader):
             raise ValueError(
                 "this loader has another data set or collate_fn than that of the first epoch, and "
                 "rows are kept by index; attach once for each, or begin another training"
@@ -188,6 +189,17 @@ class RowService:
                 "first epoch, and rows are kept by index; close this loop and attach anew, or "
                 "begin another training"
             )
+
+    def serves(self, loader: Any) -> bool:
+        """Return whether a loader has the data set and collate_fn that were looked at."""
+        base, samples = base_of(loader), self._known.whole
+        function = samples.collation.function or default_collate
+        return base.dataset is samples.dataset and base.collate_fn == function
+
+    @property
+    def call(self) -> LoopCall:
+        """Return what the loop gives the model."""
+        return self._known.calls[0]
 
     @property
     def row_blocks(self) -> Sequence[nn.Module]:
@@ -233,7 +245,8 @@ class RowService:
                 "it with the first block, 'untie' gives the head a copy"
             )
         self.forward.give_back()
-        self._blocks.freeze(num_frozen)
+        if self._freezes:
+            self._blocks.freeze(num_frozen)
         if depth and (self.sees_first or not self._are_rows_right(depth)):
             depth = 0
         self._note_stats()
@@ -309,6 +322,34 @@ class RowService:
         """Return a batch in the loader's form, whose entries know its rows."""
         self.take_up_columns()
         return self._batches.made(indices)
+
+    def fill(self) -> None:
+        """Compute the rows that samples lack, of this process' share. Collective."""
+        config, num = self.task.config, self._place.num_samples
+        num_own, rank, step = -(-num // self.world.size), self.world.rank, self.world.size
+        # All have as many; the last ones may have the first samples, too.
+        own = [index % num for index in range(rank, rank + num_own * step, step)]
+        size = config.global_batch_size
+        batches = [own[first : first + size] for first in range(0, num_own, size)]
+        num_views = config.cache_views or 1
+        with tqdm(
+            total=num_views * num_own,
+            desc="rows",
+            unit=" samples",
+            disable=not self.world.is_main,
+        ) as bar:
+            for self.epoch in range(num_views):
+                self.announce(batches)
+                for batch in batches:
+                    self.made(batch)
+                    bar.update(len(batch))
+                    bar.set_postfix_str(f"{self.num_bytes / 2**20:.0f} MiB", refresh=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what rows take where they lie."""
+        store = self.feed.keeper.store
+        return 0 if store is None else store.num_bytes
 
     @property
     def stats(self) -> CacheStats:

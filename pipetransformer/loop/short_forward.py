@@ -95,7 +95,7 @@ class ShortForward:
         self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
         self._with_adapters = modules_with_adapters(self._task.model.model)
         self._adapters = adapters_in_use(self._with_adapters)
-        self._has_told = False
+        self._has_told = self._is_paused = False
         self.place: object = None
         # From the first batch on, as it may be run when all is thawed.
         begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
@@ -154,6 +154,17 @@ class ShortForward:
         self._replaced.clear()
         self._rows, self.depth = None, 0
 
+    def pause(self) -> None:
+        """Let the model run as it did until `resume`, as where another serves it meanwhile."""
+        depth = self.depth
+        self.give_back()
+        self.depth, self._is_paused = depth, True
+
+    def resume(self) -> None:
+        """Serve again what was served before `pause`."""
+        self._is_paused = False
+        self.set_depth(self.depth)
+
     def leave_out(self, leaves_out: bool) -> None:
         """Leave out the entrance from now on, or have it run."""
         self.leaves_out = leaves_out
@@ -168,6 +179,8 @@ class ShortForward:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._rows = None
+        if self._is_paused:
+            return None
         self._answered.clear()
         if not holds_entries(args, kwargs):
             self._tell_once(model)
