@@ -27,6 +27,7 @@ from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.loop_model import look_at
 from pipetransformer.loop.model_watch import ModelWatch
 from pipetransformer.loop.randomness import generators_kept
+from pipetransformer.loop.row_account import RowAccount, row_account
 from pipetransformer.loop.row_batches import LoopPlace, RowBatches
 from pipetransformer.loop.row_probe import RowProbe
 from pipetransformer.loop.settings import LoopSettings
@@ -70,6 +71,7 @@ class RowService:
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
         self._has_told = False
+        self._account: RowAccount | None = None
         _refuse_sharded(model)
         _refuse_prompts(model)
         self._base = base = base_of(loader)
@@ -247,7 +249,7 @@ class RowService:
         self.forward.give_back()
         if self._freezes:
             self._blocks.freeze(num_frozen)
-        if depth and (self.sees_first or not self._are_rows_right(depth)):
+        if self._settings.caches is False or self.sees_first or not self._may_have_rows(depth):
             depth = 0
         self._note_stats()
         # What is kept serves loops in any mode.
@@ -255,6 +257,35 @@ class RowService:
             self.feed.prefix.set_depth(depth, on_stage_0=True, use_cache=depth > 0)
             self.feed.follow_prefix()
         self.forward.set_depth(depth)
+
+    def _may_have_rows(self, depth: int) -> bool:
+        """Return whether rows would be right, and pay. Collective."""
+        return depth > 0 and self._are_rows_right(depth) and self._pays()
+
+    def _pays(self) -> bool:
+        """Return whether rows of parts save enough of a step; rows of blocks always do."""
+        if not self._settings.parts or self._account is not None or not self._freezes:
+            return True
+        is_told = bool(self._settings.caches) or self.task.config.cache_keep
+        if is_told and not _LOGGER.isEnabledFor(logging.INFO):
+            return True
+        self.forward.set_depth(1)
+        try:
+            with generators_kept(self._base.collate_fn, self._base.dataset):
+                self._account = account = row_account(self._known, self._batches.from_rows)
+        finally:
+            self.forward.give_back()
+        pays = is_told or bool(self.agreed(account.pays))
+        if not pays:
+            _LOGGER.warning(
+                "no cache: %s. That saves %.0f %% of it, so the part runs at every step; "
+                "cache=True has rows all the same",
+                account,
+                100 * account.saved_share,
+            )
+        elif self.world.is_main:
+            _LOGGER.info("%s, in %s", account, self.task.config.cache_folder)
+        return pays
 
     def _are_rows_right(self, depth: int) -> bool:
         """Return whether rows may take the blocks' place; a warning says why not."""

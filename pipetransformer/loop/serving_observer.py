@@ -22,7 +22,7 @@ from freeze import FreezeChoice
 from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.named_parts import named_parts
 from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import PARTS, check_settings
+from pipetransformer.loop.settings import CACHE, PARTS, check_settings
 
 
 class ServingObserver(FreezeObserver):
@@ -33,7 +33,8 @@ class ServingObserver(FreezeObserver):
         parts: in its place; see `attach`.
         every_steps: optimizer steps between two questions to the policy; None asks it before each
             epoch. It is asked before the first step, too.
-        cache: whether rows are kept; without, blocks only freeze.
+        cache: whether rows are kept; without, blocks only freeze. None keeps rows of parts where
+            they save a tenth of a step.
         dry_run: whether nothing freezes, and the training's numbers stay as without the callback.
             At its end a warning says what would have frozen when, and what that would save.
         layers: the model's blocks, bottom first; None finds them.
@@ -46,27 +47,28 @@ class ServingObserver(FreezeObserver):
         *,
         parts: Sequence[str | nn.Module] = (),
         every_steps: int | None = None,
-        cache: bool = True,
+        cache: bool | None = None,
         dry_run: bool = False,
         layers: Sequence[nn.Module] | None = None,
         **settings: Any,
     ) -> None:
         check_settings(settings)
-        if settings and not cache:
+        if settings and cache is False:
             raise ValueError(
                 f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
                 "effect; leave that out"
             )
         if bool(parts) == (freeze is not None):
             raise ValueError("give freeze=, what of the blocks freezes when, or parts=, not both")
-        if parts and (dry_run or not cache or every_steps is not None or layers is not None):
+        if parts and (dry_run or cache is False or every_steps is not None or layers is not None):
             raise ValueError(
                 "parts= are frozen and have rows from the start: leave the others out"
             )
         freeze = 0 if freeze is None else freeze
         super().__init__(freeze, every_steps=every_steps, dry_run=dry_run, layers=layers)
-        self.keeps_outputs, self.makes_rows = cache, cache and not dry_run
-        self._settings, self.parts = settings, tuple(parts)
+        self.keeps_outputs = cache is not False
+        self.makes_rows = self.keeps_outputs and not dry_run
+        self._settings, self.parts = {**settings, CACHE: cache}, tuple(parts)
         self._swap = ExitStack()
         self._stats = CacheStats()
 

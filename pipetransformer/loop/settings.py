@@ -20,8 +20,8 @@ SETTINGS = (
 """Fields of `TrainConfig` that a loop may set."""
 
 _READS, _IGNORES = "reads", "ignores_padding"
-PARTS = "parts"
-"""Not set by a user, but from what `attach` is given."""
+CACHE, PARTS = "cache", "parts"
+"""The second one is not set by a user, but from what `attach` is given."""
 _USUAL_BATCH = 32
 
 
@@ -37,6 +37,7 @@ class LoopSettings:
         ignores_padding: whether the loop reads nothing that the model returns of padding.
         keeps_to_labels: whether the loss reads no position that its label leaves out.
         parts: modules whose answers are rows, by name; where there are none, blocks freeze.
+        caches: whether rows are kept; None keeps those of parts where that pays.
     """
 
     cache: Mapping[str, Any]
@@ -44,13 +45,15 @@ class LoopSettings:
     ignores_padding: bool = False
     keeps_to_labels: bool = False
     parts: Mapping[str, nn.Module] = field(default_factory=dict)
+    caches: bool | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, keeps_to_labels: bool = False) -> LoopSettings:
         """Sort what a user gave; see `check_settings`."""
         cache = {name: value for name, value in settings.items() if name in SETTINGS}
         reads, ignores = tuple(settings.get(_READS, ())), bool(settings.get(_IGNORES))
-        return cls(cache, reads, ignores, keeps_to_labels, settings.get(PARTS, {}))
+        parts, caches = settings.get(PARTS, {}), settings.get(CACHE)
+        return cls(cache, reads, ignores, keeps_to_labels, parts, caches)
 
     def config(self, loader: DataLoader[Any]) -> TrainConfig:
         """Return the settings of a run that reads as a loader does."""
@@ -70,11 +73,13 @@ class LoopSettings:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError for settings that are unknown or not allowed."""
-    known = (*SETTINGS, _READS, _IGNORES)
+    known = (*SETTINGS, _READS, _IGNORES, CACHE)
     if unknown := sorted(settings.keys() - set(known)):
         near = [one for name in unknown for one in get_close_matches(name, known, n=1)]
         meant = f"; did you mean {', '.join(near)}?" if near else f"; known: {', '.join(known)}"
         raise ValueError(f"unknown setting(s) {', '.join(unknown)}{meant}")
+    if (cache := settings.get(CACHE)) not in (None, True, False):
+        raise ValueError(f"cache={cache!r}: give True, False, or leave it out")
     reads = settings.get(_READS, ())
     if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
         raise ValueError(f"reads={reads!r} names no entries; give a tuple of names")

@@ -101,7 +101,7 @@ def _train(
 def _attached(model: _Model, kind: str, **settings: Any) -> CachedLoop:
     if kind == "blocks":
         return attach(model, freeze=[1, 2, 2], **settings)
-    return attach(model, parts=["blocks.0", "blocks.1"], **settings)
+    return attach(model, parts=["blocks.0", "blocks.1"], cache=True, **settings)
 
 
 def _model() -> _Model:
@@ -189,7 +189,7 @@ def test_a_teacher_has_rows_in_an_evaluation() -> None:
     teacher, student = _model(), _model()
     held_out, loader = _held_out(), DataLoader(_Data(NUM, 1), batch_size=4)
     expected = [teacher.eval()(batch["x"]) for batch in held_out]
-    with attach(student, parts=[teacher]) as cached:
+    with attach(student, parts=[teacher], cache=True) as cached:
         for _ in range(3):
             for batch in cached.epoch(loader):
                 teacher(batch["x"])

@@ -89,7 +89,7 @@ def test_a_part_runs_once_a_sample_and_nothing_else_changes(name: str) -> None:
     expected = _by_hand(plain, case)
     runs = _count_runs(model, case)
     counted: list[tuple[int, int]] = []
-    with attach(model, parts=case.parts) as cached:
+    with attach(model, cache=True, parts=case.parts) as cached:
         loader = _loader(case)
 
         def epoch() -> Iterable[Any]:
@@ -146,7 +146,7 @@ def test_a_teacher_outside_of_the_model_is_a_part_by_itself(num_workers: int) ->
     loader, runs = _loader(case, **settings), []
     run = teacher.first.forward
     teacher.first.forward = lambda x: [run(x), runs.append(len(runs))][0]
-    with attach(student, parts=[teacher]) as cached:
+    with attach(student, cache=True, parts=[teacher]) as cached:
         assert losses(student, teacher, lambda: cached.epoch(loader)) == expected
         assert cached.stats.hits == NUM_SAMPLES
     # The look at it runs it, too; after the first epoch nothing does.
@@ -174,7 +174,7 @@ def _small() -> DataLoader[Any]:
 
 def _first_batches(model: nn.Module, parts: Any) -> Any:
     loader = _small()
-    with attach(model, parts=parts) as cached:
+    with attach(model, cache=True, parts=parts) as cached:
         for _ in range(2):
             for batch in cached.epoch(loader):
                 F.cross_entropy(model(batch["x"]), batch["y"]).backward()
@@ -192,7 +192,7 @@ def test_frozen_weights_below_a_part_are_part_of_its_stamp(
     model = Twice().eval()
     model.below.requires_grad_(False)
     loader = _small()
-    with attach(model, parts=["tower"]) as cached:
+    with attach(model, cache=True, parts=["tower"]) as cached:
         for epoch in range(3):
             if epoch == 2:
                 with torch.no_grad():
@@ -251,7 +251,7 @@ def test_a_trainer_of_transformers_has_rows_of_a_part(tmp_path: Path, name: str)
     model = case.build()
     torch.manual_seed(1)
     data = case.data()
-    for callback in (None, FreezeCallback(parts=case.parts)):
+    for callback in (None, FreezeCallback(cache=True, parts=case.parts)):
         own = copy.deepcopy(model)
         for part in map(own.get_submodule, case.parts):
             part.requires_grad_(False)
@@ -285,7 +285,7 @@ def test_a_later_run_reads_the_rows_of_a_part(tmp_path: Path) -> None:
         model = case.build()
         expected = _by_hand(copy.deepcopy(model), case)
         settings: dict[str, Any] = {"cache_keep": True, "cache_folder": str(tmp_path)}
-        with attach(model, parts=case.parts, **settings) as cached:
+        with attach(model, cache=True, parts=case.parts, **settings) as cached:
             loader = _loader(case)
 
             assert _train(model, case, partial(_noted_epoch, cached, loader, stats)) == expected
@@ -311,7 +311,9 @@ def test_a_loop_in_autocast_has_rows_in_its_precision(is_cast: bool) -> None:
 
     own = dataclasses.replace(case, loss=cast)
     expected = _by_hand(plain, own)
-    with attach(model, parts=case.parts, **({"precision": "bf16"} if is_cast else {})) as cached:
+    with attach(
+        model, cache=True, parts=case.parts, **({"precision": "bf16"} if is_cast else {})
+    ) as cached:
         loader = _loader(case)
         if is_cast:
             assert _train(model, own, lambda: cached.epoch(loader)) == expected
@@ -336,7 +338,9 @@ def _replicated(with_rows: bool) -> tuple[list[float], list[Tensor], int]:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses, hits = [], 0
     with contextlib.ExitStack() as stack:
-        cached = stack.enter_context(attach(model, parts=case.parts)) if with_rows else None
+        cached = (
+            stack.enter_context(attach(model, cache=True, parts=case.parts)) if with_rows else None
+        )
         for number in range(_EPOCHS):
             sampler.set_epoch(number)
             model.train()

@@ -221,7 +221,7 @@ def _run(
     loader = DataLoader(samples, batch_size=batch_size, shuffle=True)
     trained = [p for name, p in model.named_parameters() if not name.startswith("tower.")]
     optimizer, losses, hits = torch.optim.SGD(trained, lr=0.1), list[float](), list[int]()
-    cached = None if by_hand else attach(model, parts=["tower"], **settings)
+    cached = None if by_hand else attach(model, cache=True, parts=["tower"], **settings)
     if by_hand:
         model.get_submodule("tower").requires_grad_(False)
 
@@ -402,7 +402,7 @@ def test_a_part_that_is_told_of_return_dict_runs_where_that_is_another() -> None
 def test_a_part_with_two_names_has_either() -> None:
     model = Plain()
     model.other = model.tower
-    attach(model, parts=["other"]).close()
+    attach(model, cache=True, parts=["other"]).close()
 
 
 def test_rows_of_several_tensors_are_not_rounded() -> None:
@@ -438,7 +438,7 @@ def test_a_batch_of_another_attach_has_no_rows_of_this_one() -> None:
         DataLoader([{"x": x, "place": i} for i, x in enumerate(own)], batch_size=4)
         for own in inputs
     ]
-    attached = [attach(model, parts=["tower"]) for model in models]
+    attached = [attach(model, cache=True, parts=["tower"]) for model in models]
     for epoch in range(6):
         turn = epoch % 2
         for batch in attached[turn].epoch(loaders[turn]):
