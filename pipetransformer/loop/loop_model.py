@@ -27,6 +27,7 @@ from pipetransformer.loop.settings import LoopSettings
 from pipetransformer.model import (
     ForwardFailedError,
     LayeredModel,
+    LoopUse,
     Task,
     adamw,
     names_of,
@@ -126,19 +127,16 @@ class LoopModel:
         self, model: nn.Module, config: TrainConfig, settings: LoopSettings
     ) -> LayeredModel:
         """Return what the example shows of the model."""
-        call = self.calls[0]
-        return present(
-            model,
-            self.example,
-            F.cross_entropy,
-            unties=config.tied_weights == "untie",
-            keeps_to_labels=settings.keeps_to_labels,
+        call, unties = self.calls[0], config.tied_weights == "untie"
+        use = LoopUse(
             beside=self.collation.targets,
             constants=call.constants,
+            needs=call.needs,
+            keeps_to_labels=settings.keeps_to_labels,
             gives_labels=bool(call.targets),
             ignores_padding=settings.ignores_padding,
-            needs=call.needs,
         )
+        return present(model, self.example, F.cross_entropy, unties=unties, loop=use)
 
     def _with_parts(
         self, model: nn.Module, config: TrainConfig, settings: LoopSettings

@@ -13,6 +13,7 @@ from pipetransformer.model.general import (
     WAYS_OUT,
     EntryNames,
     ForwardFailedError,
+    LoopUse,
     forward_parameters,
     names_of,
     present,
@@ -68,7 +69,8 @@ from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
-    "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Reads", "Row",
+    "LoopUse", "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Reads",
+    "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",

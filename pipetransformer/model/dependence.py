@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipetransformer.model.own_forward import CutForward, Entries, output_of
 
-_MASK = "attention_mask"
+PADDING_MASK = "attention_mask"
+"""The entry, (N, S), that is 1 on tokens and 0 on padding."""
+
 _ROUNDING = 1e-5
 
 
@@ -81,23 +83,30 @@ def are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other)
 
 
+def half_padded(mask: Tensor | None) -> Tensor | None:
+    """Return a mask of texts whose first one's second half is padding; None without texts."""
+    if mask is None or mask.ndim != 2 or mask.shape[1] < 2:
+        return None
+    half = mask.clone()
+    half[0, mask.shape[1] // 2 :] = 0
+    return half
+
+
 def padding_mask(own: CutForward, given: Entries, config: Any) -> str | None:
     """Return the mask's name if no token's answer depends on hidden states behind a text's end.
 
     The second half of a sample is made padding, and its hidden states zeros before each block.
     """
-    mask, ids = given.get(_MASK), given.get("input_ids")
-    if mask is None or ids is None or mask.shape != ids.shape or ids.shape[1] < 2:
+    mask, ids = given.get(PADDING_MASK), given.get("input_ids")
+    # A plan needs shapes alone, and values that would show it are not there.
+    if mask is None or ids is None or mask.shape != ids.shape or ids.is_meta:
         return None
-    if ids.is_meta:  # A plan needs shapes alone, and values that would show it are not there.
+    if (half := half_padded(torch.ones_like(mask))) is None:
         return None
-    length = ids.shape[1] // 2
-    pad_id = getattr(config, "pad_token_id", None)
-    kept = torch.ones_like(mask, dtype=torch.bool)
-    kept[0, length:] = False
+    kept, pad_id = half.bool(), getattr(config, "pad_token_id", None)
     padded = {
         **given,
-        _MASK: kept.to(mask.dtype),
+        PADDING_MASK: half,
         "input_ids": ids if pad_id is None else ids.where(kept, pad_id),
     }
     try:
@@ -109,7 +118,7 @@ def padding_mask(own: CutForward, given: Entries, config: Any) -> str | None:
     except Exception:  # Any: it does not take such a text. BART, for one, counts its ends.
         return None
     close = (full - emptied).abs().max() <= _ROUNDING * full.abs().max()
-    return _MASK if bool(close) else None
+    return PADDING_MASK if bool(close) else None
 
 
 def _answer(

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
@@ -84,18 +85,59 @@ def forward_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
-def present(  # noqa: PLR0913 - what a loop knows of its model
+@final
+@dataclass(frozen=True)
+class LoopUse:
+    """Say how a loop of one's own calls a model, and what it reads.
+
+    Args:
+        beside: entries that a batch has beside the inputs.
+        constants: what the forward is given beside all entries.
+        needs: targets without which the forward does not run, so that they are inputs.
+        keeps_to_labels: whether its loss reads no position that its label leaves out.
+        gives_labels: whether it takes the loss that the forward makes of its labels. Else it may
+            read any output, known or not.
+        ignores_padding: whether it is promised that it reads nothing of padding.
+    """
+
+    beside: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    needs: Collection[str] = ()
+    keeps_to_labels: bool = False
+    gives_labels: bool = False
+    ignores_padding: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class _Shown:
+    """Hold what a model was given once, and what it did.
+
+    Args:
+        inputs: entries that the forward takes, the main one first.
+        labels: entries of its loss; `targets` names them, or what would be.
+        keywords: what it is given beside entries.
+    """
+
+    model: nn.Module
+    inputs: Entries
+    labels: Entries
+    targets: tuple[str, ...]
+    keywords: Mapping[str, Any]
+    recording: Recording
+
+    @property
+    def config(self) -> Any:
+        return getattr(unwrapped(self.model), "config", None)
+
+
+def present(
     model: nn.Module,
     batch: Entries,
     loss_fn: LossFunction | None = None,
     *,
     unties: bool = False,
-    keeps_to_labels: bool = False,
-    beside: tuple[str, ...] | None = None,
-    constants: Mapping[str, Any] | None = None,
-    gives_labels: bool = False,
-    ignores_padding: bool = False,
-    needs: Collection[str] = (),
+    loop: LoopUse | None = None,
 ) -> LayeredModel:
     """Present a model by what it does with a few samples.
 
@@ -106,53 +148,26 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
         batch: two samples or more; (N, ...) each. They go to where the model's weights are.
         loss_fn: the user's own; else the model's is looked for.
         unties: whether the head gets copies of the tensors that it shares with the embedding.
-        keeps_to_labels: whether the loss reads no position that its label leaves out.
-        beside: entries that a batch has beside the inputs; None are those of the model's loss.
-        constants: what the forward is given beside all entries.
-        gives_labels: whether a loop takes the loss that the forward makes of its labels. Else it
-            may read any output, known or not.
-        ignores_padding: whether it is promised that a loop reads nothing of padding.
-        needs: targets without which the forward does not run, so that they are inputs.
+        loop: whose forward it is; None is the Trainer's.
     Raises:
         ForwardFailedError: its forward fails.
         ValueError: it has no row of blocks.
     """
-    names = names_of(model)
-    inputs = tuple(name for name in (*names.inputs, *needs) if name in batch)
-    takes_cache = "use_cache" in forward_parameters(model)
-    keywords = {**({"use_cache": False} if takes_cache else {}), **(constants or {})}
-    device = next((parameter.device for parameter in model.parameters()), None)
-    batch = {name: entry.to(device) for name, entry in batch.items()}
-    given = {name: batch[name] for name in inputs}
-    targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
-    labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
-    # Not in a loop: a model that makes its inputs of labels must be found to fail without.
-    known = {**given, **(labels if loss_fn is None else {})}
-    recording = _recorded(model, known, keywords)
-    if takes_cache:
-        _refuse_cache(model, {**known, **(constants or {})}, recording.answer)
-    if unties and recording.rows[0].below & recording.rows[0].above:
-        recording = replace(recording, rows=[_untied(model, recording.rows[0])])
+    shown = _run_once(model, batch, loss_fn, loop)
+    if unties:
+        shown = _untied(shown)
     _refuse_random_depth(model)
-    if beside is not None:
+    if loop is not None:
         _refuse_routers(model)
     # First, as it says by name what blocks hand to the loss, which no part below could.
-    loss = None if loss_fn is not None else _own_loss(model, labels, recording.answer)
-    if gives_labels:
-        keeps_to_labels |= _is_known_loss(model, labels, given, keywords)
-    own, mask, answer = _in_parts(
-        model,
-        recording,
-        given,
-        keywords,
-        read=output_of if beside is None else None,
-        ignores_padding=ignores_padding,
-    )
+    loss = None if loss_fn is not None else _own_loss(model, shown.labels, shown.recording.answer)
+    is_known = loss is not None or (loop is not None and _reads_no_padding(shown, loop))
+    own, mask, answer = _in_parts(shown, loop)
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
-    is_by_token = mask is not None and answer[:2] == given["input_ids"].shape and len(answer) > 2
-    is_known = keeps_to_labels or ignores_padding or loss is not None or not is_by_token
-    mask = mask if len(targets) == 1 and is_known else None
+    is_by_token = mask is not None and answer[:2] == shown.inputs["input_ids"].shape
+    is_by_token &= len(answer) > 2
+    mask = mask if len(shown.targets) == 1 and (is_known or not is_by_token) else None
     row = own.row
     refuse_lost_checkpointing(model, row.blocks)
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
@@ -161,8 +176,8 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     layered = LayeredModel(
         model,
         sublayers,
-        inputs=inputs,
-        targets=targets if beside is None else beside,
+        inputs=tuple(shown.inputs),
+        targets=shown.targets if loop is None else loop.beside,
         loss_fn=loss,
         unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
         padding_mask=mask,
@@ -172,6 +187,26 @@ def present(  # noqa: PLR0913 - what a loop knows of its model
     layered.row = row
     layered.reads_by_labels = mask is not None and is_by_token
     return layered
+
+
+def _run_once(
+    model: nn.Module, batch: Entries, loss_fn: LossFunction | None, loop: LoopUse | None
+) -> _Shown:
+    """Run the forward on a batch; on its labels, too, where the loss may be the model's own."""
+    names, use = names_of(model), loop or LoopUse()
+    takes_cache = "use_cache" in forward_parameters(model)
+    keywords = {**({"use_cache": False} if takes_cache else {}), **use.constants}
+    device = next((parameter.device for parameter in model.parameters()), None)
+    batch = {name: entry.to(device) for name, entry in batch.items()}
+    inputs = {name: batch[name] for name in (*names.inputs, *use.needs) if name in batch}
+    targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
+    labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
+    # Not in a loop: a model that makes its inputs of labels must be found to fail without.
+    known = {**inputs, **(labels if loss_fn is None else {})}
+    recording = _recorded(model, known, keywords)
+    if takes_cache:
+        _refuse_cache(model, {**known, **use.constants}, recording.answer)
+    return _Shown(model, inputs, labels, targets, keywords, recording)
 
 
 WAYS_OUT = (
@@ -207,53 +242,45 @@ def _refuse_routers(model: nn.Module) -> None:
         )
 
 
-def _is_known_loss(
-    model: nn.Module, labels: Entries, given: Entries, keywords: Mapping[str, Any]
-) -> bool:
-    """Return whether a model's own loss is one that reads nothing where its label says so."""
+def _reads_no_padding(shown: _Shown, loop: LoopUse) -> bool:
+    """Return whether a loop's loss reads nothing where its label says so, or of padding."""
+    if loop.keeps_to_labels or loop.ignores_padding or not (loop.gives_labels and shown.labels):
+        return loop.keeps_to_labels or loop.ignores_padding
+    model = shown.model
     try:
         with torch.no_grad(), whole_in_mode(model, training=False):
-            answer = model(**{**given, **labels}, **keywords) if labels else None
-        return _own_loss(model, labels, answer) is not None
+            answer = model(**{**shown.inputs, **shown.labels}, **shown.keywords)
+        return _own_loss(model, shown.labels, answer) is not None
     except (TypeError, ValueError):
         return False
 
 
-def _in_parts(
-    model: nn.Module,
-    recording: Recording,
-    given: Entries,
-    keywords: Mapping[str, Any],
-    *,
-    read: Callable[[Any], Tensor] | None,
-    ignores_padding: bool,
-) -> tuple[CutForward, str | None, torch.Size]:
+def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | None, torch.Size]:
     """Return the forward in parts, at the first row where these give its answer.
 
-    Args:
-        read: takes the output out of an answer; None takes all, where it is not known.
     Returns:
         it, the name of its padding mask, and its answer's shape.
     """
-    inputs, why = tuple(given), ""
+    model, given, answer = shown.model, shown.inputs, shown.recording.answer
+    make, why = partial(CutForward, model, inputs=tuple(given), keywords=shown.keywords), ""
     with torch.no_grad(), whole_in_mode(model, training=False):
-        read, is_known = _reading(recording.answer, read)
-        expected = read(recording.answer)
-        for row in recording.rows:
-            own = CutForward(model, row, inputs=inputs, keywords=keywords, example={})
+        # A loop may read any output, known or not.
+        read, is_known = _reading(answer, output_of if loop is None else None)
+        expected = read(answer)
+        for row in shown.recording.rows:
+            own = make(row, example={})
             try:
-                answer = run_through(own, given, read)
+                found = run_through(own, given, read)
                 # A plan is made of shapes alone, on the meta device.
-                gap = 0.0 if answer.is_meta else float((answer - expected).abs().max())
+                gap = 0.0 if found.is_meta else float((found - expected).abs().max())
                 blind = read_for_shape(own, given, read)
             except Exception as error:
                 why = why or f"cut at {row.name!r} it fails: {error!r}"
                 continue
             if expected.is_meta or gap <= _ROUNDING * float(expected.abs().max()):
-                config = getattr(unwrapped(model), "config", None)
-                mask = padding_mask(own, given, config) if is_known or ignores_padding else None
-                own = CutForward(model, row, inputs=inputs, keywords=keywords, example=blind)
-                return own, mask, expected.shape
+                is_known |= loop is not None and loop.ignores_padding
+                mask = padding_mask(own, given, shown.config) if is_known else None
+                return make(row, example=blind), mask, expected.shape
             why = why or f"cut at {row.name!r} it gives another answer, by {gap:.3g}"
     raise ValueError(f"this {type(model).__name__} cannot be run in parts: {why}. {WAYS_OUT}")
 
@@ -297,14 +324,17 @@ def _own_loss(model: nn.Module, labels: Entries, answer: Any) -> LossFunction | 
     return own_loss(model, unwrapped(model).config, answer, output_of(answer), target)
 
 
-def _untied(model: nn.Module, row: Row) -> Row:
+def _untied(shown: _Shown) -> _Shown:
     """Give modules above the blocks copies of the parameters that modules below hold, too.
 
     Returns:
-        the row, whose head reads the copies.
+        the same, with the best row alone, whose head reads the copies.
     Raises:
         ValueError: the head has no module of its own that holds such a parameter.
     """
+    model, row = shown.model, shown.recording.rows[0]
+    if not row.below & row.above:
+        return shown
     parameters, copies = dict(model.named_parameters()), set()
     tied_names = row.below & row.above & parameters.keys()
     for name in sorted(tied_names):
@@ -325,11 +355,11 @@ def _untied(model: nn.Module, row: Row) -> Row:
             setattr(module, attribute, own)
         copies.add(own)
         name_untied(model, [module for module, _ in holders])
-    config = getattr(unwrapped(model), "config", None)
-    if config is not None:  # Or `from_pretrained` would tie them again.
+    if (config := shown.config) is not None:  # Or `from_pretrained` would tie them again.
         config.tie_word_embeddings = False
     names = {name for name, parameter in model.named_parameters() if parameter in copies}
-    return replace(row, above=row.above - tied_names | names)
+    row = replace(row, above=row.above - tied_names | names)
+    return replace(shown, recording=replace(shown.recording, rows=[row]))
 
 
 def row_of(layered: LayeredModel) -> Row:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from pipetransformer.model.dependence import are_equal
+from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padded
 from pipetransformer.model.general import ForwardFailedError
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
@@ -260,15 +260,27 @@ def present_parts(
             name for name in varied if name in entries and _is_read(entries, name, run, record)
         }
         mask = _padding_mask(entries, read, rows, run, record, packing) if read else None
-    inside = {module for part in parts.values() for module in part.modules()}
+    row = _row(model, record, packing)
+    # A module by itself is given what others read, too.
+    if (varied and (mask or not read)) or any(part is model for part in row.blocks):
+        own_inputs = tuple(name for name in entries if name not in varied or name in read)
+        # Rows know their own lengths by their mask.
+        return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
+    sides = tuple(name for name in entries if name not in unread)
+    return _layered(model, row, tuple(entries), sides=sides, targets=beside)
+
+
+def _row(model: nn.Module, record: _Record, packing: Packing) -> Row:
+    """Return the row of a record's parts, and of frozen tensors that were read before them."""
+    parts = tuple(record.parts.values())
+    inside = {module for part in parts for module in part.modules()}
+    own = {id(t) for part in parts for t in named_tensors(part).values()}
     frozen = {id(t): n for n, t in named_tensors(model).items() if not t.requires_grad}
-    own = {id(t) for part in parts.values() for t in named_tensors(part).values()}
-    below = frozenset(name for key, name in frozen.items() if key in record.read - own)
-    row = Row(
-        name=", ".join(map(repr, parts)),
-        blocks=tuple(parts.values()),
+    return Row(
+        name=", ".join(map(repr, record.parts)),
+        blocks=parts,
         calls=tuple(PartCall(packing, index) for index in range(len(parts))),
-        below=below,
+        below=frozenset(name for key, name in frozen.items() if key in record.read - own),
         above=frozenset(),
         learned=frozenset(),
         called_below=frozenset(record.below - inside),
@@ -277,13 +289,6 @@ def present_parts(
         entrance=None,
         packing=packing,
     )
-    # A module by itself is given what others read, too.
-    if (varied and (mask or not read)) or any(part is model for part in row.blocks):
-        own_inputs = tuple(name for name in entries if name not in varied or name in read)
-        # Rows know their own lengths by their mask.
-        return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
-    sides = tuple(name for name in entries if name not in unread)
-    return _layered(model, row, tuple(entries), sides=sides, targets=beside)
 
 
 def _layered(
@@ -408,29 +413,22 @@ def _padding_mask(
 
     The second half of the first sample is made padding, and its part of the row zeros.
     """
-    given = entries.get(_MASK)
-    if given is None or given.ndim != 2 or given.shape[1] < 2 or _MASK not in read:
+    half = half_padded(entries.get(PADDING_MASK))
+    if half is None or PADDING_MASK not in read or not packing.is_single:
         return None
-    if not packing.is_single or rows.shape[:2] != given.shape:
+    if any(one.shape[:2] != half.shape for one in (rows, *(entries[name] for name in read))):
         return None
-    if any(entries[name].shape[:2] != given.shape for name in read):
-        return None
-    half = given.clone()
-    half[0, given.shape[1] // 2 :] = 0
     record.answers, record.order = {}, []
     with record.listening():
-        whole = tree_leaves(run({**entries, _MASK: half}))
+        whole = tree_leaves(run({**entries, PADDING_MASK: half}))
     (own,) = (leaf for leaf in _leaves(record.answers) if isinstance(leaf, Tensor))
     cut = own.masked_fill((half == 0).view(*half.shape, *(1 for _ in own.shape[2:])), 0)
     parts = tuple(record.parts.values())
     with served(parts, lambda part: packing.unpacked(part, cut)):
-        found = tree_leaves(run({**entries, _MASK: half}))
+        found = tree_leaves(run({**entries, PADDING_MASK: half}))
     # The part's own answer may be handed on to the loop, which is no matter of the model.
     pairs = [(a, b) for a, b in zip(found, whole, strict=True) if b is not own]
-    return _MASK if all(are_equal(a, b) for a, b in pairs) else None
-
-
-_MASK = "attention_mask"
+    return PADDING_MASK if all(are_equal(a, b) for a, b in pairs) else None
 
 
 def _leaves(answers: Mapping[str, tuple[list[Any], TreeSpec]]) -> list[Any]:
