@@ -2,7 +2,7 @@
 
 operation on an entry          its values were read        they were not
 moves it, casts it             an entry, the same rows     the same
-takes rows, joins them         an entry of those rows      the same
+takes rows, joins them         an entry of those rows      the same (no bundle of several a sample)
 asks for its shape             answers                     answers
 changes it in place            it holds no rows any more   is refused
 makes a view of its values     an entry without rows       is refused
@@ -35,11 +35,14 @@ class Mark:
         name: of the entry, in its batches.
         batches: by number; who holds an entry, holds its batches, and so their rows.
         table: (R, 2) int64; each row's batch, by number, and its row there.
+        is_bundle: whether the entry has several rows for one of the table, such as a sample's
+            images.
     """
 
     name: str
     batches: dict[int, Any]
     table: Tensor
+    is_bundle: bool = False
 
     def holds_same_rows(self, other: Mark) -> bool:
         return self.table is other.table or torch.equal(self.table, other.table)
@@ -267,7 +270,7 @@ def _noted(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
 def _rows_taken(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Take some of an entry's rows, as one entry or as several."""
     entry = args[0]
-    if not isinstance(entry, BatchEntry) or (mark := entry.mark()) is None:
+    if not isinstance(entry, BatchEntry) or (mark := entry.mark()) is None or mark.is_bundle:
         return NotImplemented
     if not _takes_rows(func, args, kwargs):
         return NotImplemented
@@ -314,7 +317,7 @@ def _joined(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if dim != 0 or not all(isinstance(one, BatchEntry) for one in entries) or "out" in kwargs:
         return NotImplemented
     marks = [one.mark() for one in entries]
-    if len({mark and mark.name for mark in marks}) != 1 or marks[0] is None:
+    if len({mark and mark.name for mark in marks}) != 1 or marks[0] is None or marks[0].is_bundle:
         return NotImplemented
     if len({bool(mark.batches) for mark in marks}) != 1:  # The first batch may have no rows yet.
         return NotImplemented

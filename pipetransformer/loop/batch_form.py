@@ -12,7 +12,7 @@ and its samples read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -69,9 +69,11 @@ class BatchForm:
             )
         return BatchForm(batch, names, len(names) == len(leaves), rows)
 
-    def in_pieces(self, pieces: Pieces) -> BatchForm:
-        """Return the form without entries that pieces of samples have no room for."""
-        names = tuple(n for n in self.names if pieces.column_of(self.rows[n]) is not None)
+    def in_pieces(self, pieces: Pieces, bundles: Collection[str] = ()) -> BatchForm:
+        """Return the form without entries that pieces of samples, and bundles, do not hold."""
+        rows = self.rows
+        held = (n for n in self.names if n in bundles or pieces.column_of(rows[n]) is not None)
+        names = tuple(held)
         return replace(self, names=names, is_whole=len(names) == len(self.leaf_names))
 
     @property
@@ -157,6 +159,7 @@ class LoaderCollation(Collation):
         calls: of the model, by their columns; by an entry's name, the parameter that is given it.
         reserved: names of parameters that no other entry may have.
         pieces: of samples. Where there are several, items are theirs.
+        bundles: parameters whose entries have k rows a sample: (N * k, ...), here (N, k, ...).
     """
 
     form: BatchForm | None = None
@@ -164,6 +167,7 @@ class LoaderCollation(Collation):
     calls: tuple[dict[str, str], ...] = ()
     reserved: frozenset[str] = frozenset()
     pieces: Pieces = Pieces()
+    bundles: frozenset[str] = frozenset()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -177,7 +181,11 @@ class LoaderCollation(Collation):
 
     def collate(self, items: list[Any], ids: Sequence[int]) -> Batch:
         if self.pieces.num == 1:
-            return {n: t.cpu() for n, t in self.named(self._entries(items, ids)).items()}
+            named = self.named(self._entries(items, ids))
+            return {
+                name: (entry.unflatten(0, (len(ids), -1)) if name in self.bundles else entry).cpu()
+                for name, entry in named.items()
+            }
         assert self.form is not None
         # Each sample once, whatever pieces of it are asked for.
         samples = {index // self.pieces.num: item for index, item in zip(ids, items, strict=True)}

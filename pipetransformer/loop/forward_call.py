@@ -120,6 +120,7 @@ class RowBatch:
         stamp: of the blocks that have made the rows.
         place: of the loop whose samples these are.
         read: returns what its loader has for them.
+        bundles: names of entries that have several rows for each of the batch's.
     """
 
     number: int
@@ -134,6 +135,7 @@ class RowBatch:
     stamp: int
     place: object
     read: Callable[[RowBatch], Mapping[str, Tensor]]
+    bundles: frozenset[str] = frozenset()
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +151,7 @@ class RowBatch:
         # What is no input of this column may have other numbers of rows.
         is_other = not parameter and len(value) != self.num_rows
         table = _table(self.number, len(value)) if is_other else self.table
-        mark = Mark(name, {self.number: self}, table)
+        mark = Mark(name, {self.number: self}, table, name in self.bundles)
         if parameter in self.not_read:
             return BatchEntry.unread(mark, value.shape[1:], value.dtype, value.device)
         return BatchEntry.read(mark, value)

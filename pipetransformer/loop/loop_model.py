@@ -20,7 +20,7 @@ from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
 from pipetransformer.loop.data_watch import DataWatch
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.model_watch import left_alone
-from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.loop.partial_forward import PartialForward, unbundled
 from pipetransformer.loop.pieces import Pieces, in_pieces
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.settings import LoopSettings
@@ -63,6 +63,7 @@ class LoopModel:
 
     Attributes:
         pieces: which rows of a column belong to a sample.
+        bundles: parameters that are given several rows of a sample, where others are given one.
         form: of batches of pieces.
         samples: of pieces; `whole`: as the data set has them.
         example: inputs of two samples, (N, ...) each.
@@ -83,8 +84,9 @@ class LoopModel:
     ) -> None:
         self.calls, call = calls, calls[0]
         self.is_read_here = not loader.num_workers
-        self.pieces = pieces = _pieces(whole_form, calls)
-        self.form = whole_form.in_pieces(pieces)
+        self.bundles = _bundles(whole_form, call) if settings.parts else frozenset()
+        self.pieces = pieces = Pieces() if self.bundles else _pieces(whole_form, calls)
+        self.form = whole_form.in_pieces(pieces, self.bundle_names)
         config = settings.config(loader)
         if pieces.num > 1 and config.cache_views is not None:
             raise ValueError(
@@ -92,6 +94,7 @@ class LoopModel:
             )
         function = loader.collate_fn
         self.collation = collation = _collation(model, calls, self.form, function, pieces)
+        self.collation = collation = replace(collation, bundles=self.bundles)
         if odd := [name for name in settings.reads if name not in whole_form.names]:
             raise ValueError(f"reads= names {odd}; batches have {[*whole_form.names]}")
         dataset: Any = in_pieces(loader.dataset, pieces.num)
@@ -106,6 +109,9 @@ class LoopModel:
             show = self._with_parts if settings.parts else self._presented
             layered = show(model, config, settings)
             self._set_apart(layered, loader, settings, config)
+            packing = row_of(layered).packing
+            if packing is not None and packing.most_bytes is not None:
+                config = replace(config, prefix_chunk=1)  # Samples run one by one.
             if "cache_check" not in settings.cache and not TargetSource(self.samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
@@ -115,7 +121,7 @@ class LoopModel:
             _refuse_lists_before(model, layered)
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
-        self.partial = PartialForward(self.task, self.example, call)
+        self.partial = PartialForward(self.task, self.example, call, self.bundles)
         self.partial.beside = {
             name: self.example[name][:1]
             for name in call.parameters.values()
@@ -146,19 +152,18 @@ class LoopModel:
         entries = {name: self.example[name].to(device) for name in call.parameters.values()}
 
         def run(given: Mapping[str, Tensor]) -> Any:
-            args, kwargs = call.arguments(given)
+            args, kwargs = call.arguments(unbundled(given, self.bundles))
             return model(*args, **kwargs)
 
         freeze_modules(model, settings.parts.values())
         singly = [self.samples.probe([index]) for index in self.samples.spread(_MOST_COMPARED)]
-        varied = [name for name in singly[0] if len({one[name].shape for one in singly}) > 1]
         shown = present_parts(
             model,
             settings.parts,
             entries,
             run,
             beside=self.collation.targets,
-            varied=varied,
+            singly=singly,
         )
         packing = row_of(shown).packing
         if config.cache_dtype is not None and packing is not None and not packing.is_single:
@@ -184,12 +189,19 @@ class LoopModel:
             self.collation.targets,
         )
         is_apart = bool(settings.parts) and not is_whole and not is_alone
-        self.is_read_whole = bool(settings.reads) or is_alone or is_apart
+        self.is_read_whole = bool(settings.reads or self.bundles) or is_alone or is_apart
         if is_apart:
             calls = (replace(call, parameters=taken),)
             form = replace(self.form, names=tuple(taken), is_whole=False)
-            self.collation = _collation(layered.model, calls, form, loader.collate_fn, self.pieces)
+            collation = _collation(layered.model, calls, form, loader.collate_fn, self.pieces)
+            self.collation = replace(collation, bundles=self.bundles & {*taken.values()})
             self.samples = Samples(self.samples.dataset, self.collation, config.seed)
+
+    @property
+    def bundle_names(self) -> frozenset[str]:
+        """Name the entries of the loader's batches that are bundles."""
+        parameters = self.calls[0].parameters.items()
+        return frozenset(name for name, parameter in parameters if parameter in self.bundles)
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -258,6 +270,18 @@ def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:
                 "of rows in some than in others, or in another order: collate them alike"
             )
     return Pieces(tuple(form.rows[next(iter(call.parameters))] for call in calls))
+
+
+def _bundles(form: BatchForm, call: LoopCall) -> frozenset[str]:
+    """Return the parameters that are given several rows of a sample, where others are given one.
+
+    A part that is given them may return any number of entries for a sample, such as patches.
+    """
+    rows = {parameter: form.rows[name] for name, parameter in call.parameters.items()}
+    several = frozenset(name for name, one in rows.items() if one.num > 1)
+    if len(several) == len(rows) or any(rows[name].is_blockwise for name in several):
+        return frozenset()
+    return several
 
 
 def _collation(

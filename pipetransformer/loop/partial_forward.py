@@ -10,7 +10,7 @@ row is handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -35,6 +35,11 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def unbundled(entries: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Return entries with those of several rows a sample, (N, k, ...), as (N * k, ...)."""
+    return {n: one.flatten(0, 1) if n in names else one for n, one in entries.items()}
+
+
 class _Reached(BaseException):
     """Leave a model's forward; no model's own `except Exception` catches it."""
 
@@ -52,21 +57,34 @@ class PartialForward:
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
         call: see above.
+        bundles: inputs, (N, k, ...), that the model is given as (N * k, ...).
     """
 
-    def __init__(self, task: Task, example: Mapping[str, Tensor], call: LoopCall) -> None:
+    def __init__(
+        self,
+        task: Task,
+        example: Mapping[str, Tensor],
+        call: LoopCall,
+        bundles: Collection[str] = (),
+    ) -> None:
         self._task, self._model = task, task.model.model
         self.row: Row = row_of(task.model)
         self._example = {name: example[name] for name in task.model.inputs}
         takes = forward_parameters(self._model)
-        self.call, self.beside = call, dict[str, Tensor]()
+        self.call, self.beside, self._bundles = call, dict[str, Tensor](), bundles
         self._keywords = {"use_cache": False} if "use_cache" in takes else {}
         self.draws = False
+
+    @property
+    def runs_together(self) -> bool:
+        """Return whether samples run together, as parts return one entry for each."""
+        return self.row.packing is None or self.row.packing.most_bytes is None
 
     def whole(self, entries: Mapping[str, Tensor]) -> Any:
         """Run the whole forward on entries, as the loop does; return its answer."""
         num = len(next(iter(entries.values())))
-        args, kwargs = self.call.arguments({**self.beside_of(num), **entries})
+        given = unbundled({**self.beside_of(num), **entries}, self._bundles)
+        args, kwargs = self.call.arguments(given)
         return self._model(*args, **{**self._keywords, **kwargs})
 
     def beside_of(self, num: int) -> dict[str, Tensor]:
@@ -96,6 +114,8 @@ class PartialForward:
         """
         answers: list[Any] = []
         num = len(next(iter(entries.values())) if hidden is None else hidden)
+        if num > 1 and not self.runs_together:
+            return self._one_by_one(entries, num, last=last, training=training)
         device = next(self._model.parameters()).device
         given = {name: self._given(name, entries, num, device) for name in self._example}
         given |= {n: entry.to(device) for n, entry in entries.items() if n not in given}
@@ -119,6 +139,16 @@ class PartialForward:
                 "changes"
             )
         raise RuntimeError(f"the model's forward has left out its block {last - 1}")
+
+    def _one_by_one(
+        self, entries: Mapping[str, Tensor], num: int, **how: Any
+    ) -> tuple[Tensor, list[Any]]:
+        """Run samples alone: of several at once it is not known whose an entry is."""
+        alone = [
+            self({name: entry[place : place + 1] for name, entry in entries.items()}, **how)
+            for place in range(num)
+        ]
+        return torch.cat([row for row, _ in alone]), alone[0][1]
 
     def _reached(self, answers: list[Any], last: int, num: int) -> Tensor:
         if self.row.packing is not None:

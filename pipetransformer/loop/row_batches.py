@@ -19,6 +19,7 @@ from pipetransformer.feed import Batch, FrozenPrefix, SampleFeed, own_random_num
 from pipetransformer.loop.forward_call import LoopCall, RowBatch
 from pipetransformer.loop.loop_model import LoopModel
 from pipetransformer.loop.model_watch import ModelWatch
+from pipetransformer.loop.partial_forward import unbundled
 from pipetransformer.loop.randomness import warn_of_draws
 from pipetransformer.loop.rounding import compare_rounded
 from pipetransformer.loop.settings import LoopSettings
@@ -250,8 +251,14 @@ class RowBatches:
             fetched = self._fetch(batch.ids, batch.epoch, column)
         finally:
             self._place.to_come.popleft()
-        batch.rows, batch.depth, batch.call = fetched.get(HIDDEN), self.feed.prefix.depth, call
+        batch.rows, batch.depth, batch.call = self._rows_in(fetched), self.feed.prefix.depth, call
         batch.stamp = self.feed.prefix.stamp
+
+    def _rows_in(self, fetched: Mapping[str, Tensor]) -> Tensor | None:
+        """Return a batch's rows; None where one of its samples has none."""
+        rows, packing = fetched.get(HIDDEN), self._known.partial.row.packing
+        lacks = rows is not None and packing is not None and packing.lacks(rows)
+        return None if lacks else rows
 
     def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
         if batch.epoch < self._place.epoch:
@@ -275,16 +282,17 @@ class RowBatches:
         """Return a batch's inputs and rows; what rows make needless was not read."""
         known, prefix = self._known, self.feed.prefix
         inputs, sides = self._task.model.inputs, known.sides
-        rows = fetched.get(HIDDEN)
+        rows = self._rows_in(fetched)
         not_read = frozenset(name for name in inputs if name not in fetched)
         names = dict.fromkeys((*inputs, *sides, *known.partial.beside))
         entries = {name: fetched.get(name, known.example[name]) for name in names}
         number = next(self._place.numbers) if number is None else number
-        num, depth, stamp = len(next(iter(fetched.values()))), prefix.depth, prefix.stamp
+        single = (n for n in fetched if n not in known.bundles)
+        num, depth, stamp = len(fetched[next(single)]), prefix.depth, prefix.stamp
         call = call or known.calls[0]
         return RowBatch(
             number, ids, num, epoch, depth, rows, entries, not_read, call, stamp,
-            place=self._place, read=self._read_inputs,
+            place=self._place, read=self._read_inputs, bundles=known.bundle_names,
         )  # fmt: skip
 
     def from_rows(
@@ -293,7 +301,7 @@ class RowBatches:
         """Run the model from rows, as a loop will have it run."""
         known = self._known
         kept = [name for name in entries if known.is_read_whole or name in known.sides]
-        fetched = {name: entries[name] for name in kept}
+        fetched = unbundled({name: entries[name] for name in kept}, known.bundles)
         fetched |= known.partial.beside_of(len(rows))
         ids = torch.full((len(rows),), -1)  # Nothing is read for it.
         batch = self.row_batch({**fetched, HIDDEN: rows}, ids, self._place.epoch)

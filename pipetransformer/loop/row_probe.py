@@ -100,7 +100,8 @@ class RowProbe:
         if packing is None or one.shape != other.shape:
             return self._differ(one, other)
         mine, others = map(packing.tensors, (one, other))
-        return any(map(self._differ, mine, others))
+        pairs = zip(mine, others, strict=True)
+        return any(a.shape != b.shape or self._differ(a, b) for a, b in pairs)
 
     def _split(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return a batch's inputs, and those of its other entries that a forward may be given."""
@@ -235,7 +236,12 @@ class RowProbe:
         try:
             own = self._run_whole(lambda: self.partial.whole(given))
             self._run_whole(lambda: self.partial.whole(others))
-        except Exception:  # Any: it cannot be run on these entries alone.
+        except Exception as error:  # Any: it cannot be run on these entries alone.
+            if self._is_packed and not self.partial.runs_together:
+                raise _Finding(
+                    "they return other numbers of entries than samples, and whether these are in "
+                    f"the samples' order cannot be seen, as the model fails: {error!r}"
+                ) from error
             self.leave_out(False)
             return
         for leaves_out in (True, False)[not may_leave_out :]:

@@ -9,7 +9,7 @@ be a tower, a backbone, an encoder, or a model by itself: a teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padded
@@ -47,22 +48,57 @@ class Packing:
     """Put what parts return for samples into one tensor, (N, ...), and take it out again.
 
     A single tensor stays what it is. Several become bytes, (N, B), in the order of the parts.
+    Where a sample has any number of entries, such as one for each of its images, its bytes begin
+    with these numbers, int64, one for each tensor; a sample of too many has -1, and no row.
 
     Args:
         answers: one for each part.
         names: of the parts, for errors.
+        most_bytes: that a sample's entries may take; None where each has one entry.
     """
 
     answers: tuple[_Answer, ...]
     names: tuple[str, ...]
+    most_bytes: int | None = None
+
+    @classmethod
+    def of(cls, flat: Mapping[str, _Flat], num_samples: int) -> Packing:
+        """Return that of answers, which `tree_flatten` has taken apart, by parts' names.
+
+        Raises:
+            UnlikeAnswerError: a part does not return one entry a sample.
+        """
+        answers = (_answer_of(name, *one, num_samples) for name, one in flat.items())
+        return cls(tuple(answers), tuple(flat))
+
+    @classmethod
+    def counting(cls, alone: Sequence[Mapping[str, _Flat]]) -> Packing:
+        """Return that of answers for samples that ran alone, with any number of entries each."""
+        answers = tuple(_answer_of(name, *one, None) for name, one in alone[0].items())
+        sizes = [sum(tensor.nbytes for tensor in _tensors(flat)) for flat in alone]
+        return cls(answers, tuple(alone[0]), max(sizes))
 
     @property
     def is_single(self) -> bool:
         """Return whether a row is one tensor of the parts' own dtype."""
-        return sum(len(one.shapes) for one in self.answers) == 1
+        return self.most_bytes is None and len(self._shapes) == 1
+
+    @property
+    def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [shape for answer in self.answers for shape in answer.shapes]
+
+    def lacks(self, rows: Tensor) -> bool:
+        """Return whether one of the rows is none, as its sample has too many entries."""
+        return self.most_bytes is not None and -1 in self._counts(rows)[0]
+
+    def _counts(self, rows: Tensor) -> list[list[int]]:
+        """Return the numbers of entries, by tensors, of each row."""
+        head = _copied(rows[:, : 8 * len(self._shapes)]).view(torch.int64)
+        counts: list[list[int]] = head.T.tolist()
+        return counts
 
     def packed(self, answers: Sequence[Any], num_samples: int) -> Tensor:
-        """Return a row for each sample.
+        """Return a row for each sample; only of one where its entries are counted.
 
         Raises:
             UnlikeAnswerError: a part has returned something else than for the first samples.
@@ -71,7 +107,8 @@ class Packing:
         for known, name, answer in zip(self.answers, self.names, answers, strict=True):
             leaves, spec = tree_flatten(answer)
             _refuse_unknown(name, leaves)
-            found = _answer_of(name, leaves, spec, num_samples)
+            num = num_samples if self.most_bytes is None else None
+            found = _answer_of(name, leaves, spec, num)
             is_alike = self.is_single or found.shapes == known.shapes
             if spec != known.spec or not is_alike or not _are_same(found.leaves, known.leaves):
                 raise UnlikeAnswerError(
@@ -86,14 +123,42 @@ class Packing:
         """Return rows of the tensors of all answers."""
         if self.is_single:
             return tensors[0]
+        if self.most_bytes is not None:
+            return self._counted(tensors, self.most_bytes)
         flat = [_copied(one.detach().reshape(len(one), -1)) for one in tensors]
         return torch.cat([one.view(torch.uint8) for one in flat], dim=1)
+
+    def _counted(self, tensors: Sequence[Tensor], most_bytes: int) -> Tensor:
+        counts = torch.tensor([len(one) for one in tensors], device=tensors[0].device)
+        data = torch.cat([_copied(one.detach()).flatten().view(torch.uint8) for one in tensors])
+        if len(data) > most_bytes:
+            counts, data = torch.full_like(counts, -1), data[:0]
+        row = torch.cat([counts.view(torch.uint8), data])
+        return nn.functional.pad(row, (0, most_bytes - len(data)))[None]
+
+    def _uncounted(self, rows: Tensor) -> list[Tensor]:
+        shapes, counts = self._shapes, self._counts(rows)
+        sizes = [
+            [num * shape.numel() * dtype.itemsize for num in own]
+            for own, (shape, dtype) in zip(counts, shapes, strict=True)
+        ]
+        head, pieces = 8 * len(shapes), list[tuple[Tensor, ...]]()
+        for row, own in zip(rows, zip(*sizes, strict=True), strict=True):
+            pieces.append(row[head : head + sum(own)].split(own))
+        return [
+            torch.cat(own).view(dtype).view(sum(nums), *shape)
+            for own, nums, (shape, dtype) in zip(
+                zip(*pieces, strict=True), counts, shapes, strict=True
+            )
+        ]
 
     def tensors(self, rows: Tensor) -> list[Tensor]:
         """Return the tensors of all answers, from their rows."""
         if self.is_single:
             return [rows]
-        shapes = [shape for answer in self.answers for shape in answer.shapes]
+        if self.most_bytes is not None:
+            return self._uncounted(rows)
+        shapes = self._shapes
         pieces = rows.split([shape.numel() * dtype.itemsize for shape, dtype in shapes], dim=1)
         return [
             _copied(piece).view(dtype).view(len(rows), *shape)
@@ -110,6 +175,9 @@ class Packing:
         leaves = [next(own) if leaf is _TENSOR else leaf for leaf in answer.leaves]
         return tree_unflatten(leaves, answer.spec)
 
+
+_Flat = tuple[list[Any], TreeSpec]
+"""What a part has returned, taken apart."""
 
 _TENSOR = object()
 """Where an answer has a tensor."""
@@ -175,6 +243,7 @@ class _Record:
     read: set[int] = field(default_factory=set)
     below: set[nn.Module] = field(default_factory=set)
     above: set[nn.Module] = field(default_factory=set)
+    selects: bool = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -189,6 +258,7 @@ class _Record:
             note = torch.compiler.disable(self._note_module)
             stack.callback(register_module_forward_pre_hook(note).remove)
             stack.enter_context(Reads(self._note_read))
+            stack.enter_context(_Operations(self._note_operation))
             yield
 
     @property
@@ -208,9 +278,36 @@ class _Record:
     def _note_module(self, module: nn.Module, _args: object) -> None:
         (self.above if self.is_reached else self.below).add(module)
 
+    def _note_operation(self, func: Any, args: Sequence[Any]) -> None:
+        if self.is_reached or torch.Tag.dynamic_output_shape not in func.tags:
+            return
+        # Whole numbers take as many as they are; others as many as the values say.
+        indices = args[1] if func is torch.ops.aten.index.Tensor else [None]
+        kinds = {None if one is None else one.dtype for one in indices}
+        self.selects |= func is not torch.ops.aten.index.Tensor or bool(kinds & {*_MASKS})
+
     def _note_read(self, identity: int) -> None:
         if not self.is_reached:
             self.read.add(identity)
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+@dataclass
+class _Operations(TorchDispatchMode):
+    """Note which operators of torch are called."""
+
+    note: Callable[[Any, Sequence[Any]], None]
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.note(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 def present_parts(
@@ -220,7 +317,7 @@ def present_parts(
     run: Callable[[Entries], Any],
     *,
     beside: tuple[str, ...],
-    varied: Collection[str] = (),
+    singly: Sequence[Entries],
 ) -> LayeredModel:
     """Present a model whose parts are frozen, by what it does with a few samples.
 
@@ -229,12 +326,13 @@ def present_parts(
         entries: inputs of two samples or more, (N, ...) each.
         run: calls the model's forward.
         beside: entries that a batch has beside the inputs.
-        varied: of all these, those whose samples have unequal shapes. Where parts do without them
-            they are no inputs here, and rows hold nothing but what parts return.
+        singly: all of these, of some samples alone. Where shapes are unequal of what parts do
+            without, they are no inputs here, and rows hold nothing but what parts return.
     Raises:
         ValueError: a part is not called once, or does not return a row for each sample.
     """
-    record, num = _Record(parts), len(next(iter(entries.values())))
+    record = _Record(parts)
+    varied = [name for name in singly[0] if len({one[name].shape for one in singly}) > 1]
     with torch.no_grad(), whole_in_mode(model, training=False):
         try:
             with record.listening():
@@ -245,10 +343,7 @@ def present_parts(
                 f"the forward of this {name} fails for two samples: {error}"
             ) from error
         _refuse_calls(record, model)
-        answers = tuple(_answer_of(name, *record.answers[name], num) for name in parts)
-        packing = Packing(answers, tuple(parts))
-        leaves = [leaf for name in parts for leaf in record.answers[name][0]]
-        rows = packing.joined([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        packing, rows = _packed(record, run, entries, singly)
 
         def run_from_rows(given: Entries) -> list[Any]:
             torch.manual_seed(0)
@@ -268,6 +363,42 @@ def present_parts(
         return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
     sides = tuple(name for name in entries if name not in unread)
     return _layered(model, row, tuple(entries), sides=sides, targets=beside)
+
+
+def _packed(
+    record: _Record, run: Callable[[Entries], Any], entries: Entries, singly: Sequence[Entries]
+) -> tuple[Packing, Tensor]:
+    """Return how what parts have returned becomes rows, and these of the entries' samples."""
+    whole = {name: record.answers[name] for name in record.parts}
+    num = len(next(iter(entries.values())))
+    # What selects by values may return one entry a sample by chance.
+    if record.selects or not all(one.shape[:1] == (num,) for one in _tensors(whole)):
+        pair = [{n: one[place : place + 1] for n, one in entries.items()} for place in range(num)]
+        few = [{n: one[n].to(entries[n].device) for n in entries} for one in singly]
+        found = [_alone(record, run, one) for one in (*pair, *few)]
+        alone = [flat for flat in found if flat is not None]
+        record.answers = whole
+        if len(alone) == len(found):
+            packing = Packing.counting(alone)
+            rows = torch.cat([packing.joined(_tensors(flat)) for flat in alone[:num]])
+            if [t.shape for t in packing.tensors(rows)] == [t.shape for t in _tensors(whole)]:
+                return packing, rows
+    packing = Packing.of(whole, num)
+    return packing, packing.joined(_tensors(whole))
+
+
+def _alone(
+    record: _Record, run: Callable[[Entries], Any], entries: Entries
+) -> dict[str, _Flat] | None:
+    """Return what parts return for one sample; None where it fails."""
+    record.answers, record.order = {}, []
+    try:
+        with record.listening():
+            run(entries)
+    except Exception:  # Any: behind the parts it is of no matter.
+        if not record.is_reached:
+            return None
+    return {name: record.answers[name] for name in record.parts}
 
 
 def _row(model: nn.Module, record: _Record, packing: Packing) -> Row:
@@ -346,13 +477,17 @@ def _refuse_unknown(name: str, leaves: list[Any]) -> None:
         )
 
 
-def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int) -> _Answer:
+def _tensors(flat: Mapping[str, _Flat]) -> list[Tensor]:
+    return [leaf for leaves, _ in flat.values() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | None) -> _Answer:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         _refuse_unknown(name, leaves)
         raise UnlikeAnswerError(f"{name!r} returns no tensor, and so nothing to keep in rows")
     for one in tensors:
-        if one.shape[:1] != (num_samples,):
+        if not one.ndim or num_samples not in (None, len(one)):
             raise UnlikeAnswerError(
                 f"{name!r} returns a tensor of shape {tuple(one.shape)} for {num_samples} "
                 "samples; rows need one entry a sample in its first dimension"

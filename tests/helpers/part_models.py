@@ -210,6 +210,91 @@ def _llava_data() -> Samples:
     return _images(input_ids=ids, attention_mask=ones, labels=ids.masked_fill(ids == 5, -100))
 
 
+def _paligemma() -> nn.Module:
+    from transformers import GemmaConfig, PaliGemmaConfig, SiglipVisionConfig
+    from transformers import PaliGemmaForConditionalGeneration as PaliGemma
+
+    texts = GemmaConfig(**_TEXT, num_key_value_heads=2, head_dim=8)
+    images = SiglipVisionConfig(**_VISION, projection_dim=16)
+    return PaliGemma(
+        PaliGemmaConfig(
+            vision_config=images, text_config=texts, image_token_id=5, projection_dim=16
+        )
+    )
+
+
+_IMAGE, _NUM_TILES = 5, 3
+
+
+def _smolvlm() -> nn.Module:
+    from transformers import LlamaConfig, SmolVLMConfig, SmolVLMVisionConfig
+    from transformers import SmolVLMForConditionalGeneration as SmolVLM
+
+    return SmolVLM(
+        SmolVLMConfig(
+            vision_config=SmolVLMVisionConfig(**_VISION),
+            text_config=LlamaConfig(**_TEXT | {"num_key_value_heads": 2}),
+            image_token_id=_IMAGE,
+            scale_factor=2,
+            pad_token_id=0,
+        )
+    )
+
+
+def _tiles() -> Samples:
+    """Give samples one to three tiles of an image; the others are zeros, which no tower sees."""
+    num = torch.arange(NUM_SAMPLES) % _NUM_TILES + 1
+    is_tile = torch.arange(_NUM_TILES) < num[:, None]
+    ids = _words(10)
+    ids[ids == _IMAGE] = 6
+    ids[:, 1 : 1 + _NUM_TILES] = torch.where(is_tile, _IMAGE, 7)  # A token for each tile.
+    tiles = torch.randn(NUM_SAMPLES, _NUM_TILES, 3, 16, 16) * is_tile[..., None, None, None]
+    ones = torch.ones_like(ids)
+    return Samples(pixel_values=tiles, input_ids=ids, attention_mask=ones, labels=ids)
+
+
+def _qwen() -> nn.Module:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config=_TEXT
+            | {
+                "num_key_value_heads": 2,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+            },
+            vision_config={
+                "depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4,
+                "temporal_patch_size": 1, "mlp_ratio": 2,
+            },
+            image_token_id=_IMAGE,
+            video_token_id=7,
+            vision_start_token_id=8,
+            vision_end_token_id=9,
+        )
+    )  # fmt: skip
+
+
+def _patches() -> Samples:
+    ids = _words(12).clamp(10)
+    ids[:, 1:7] = torch.tensor([8, *[_IMAGE] * 4, 9])
+    grid = torch.tensor([1, 4, 4]).expand(NUM_SAMPLES, 1, 3)
+    return Samples(
+        pixel_values=torch.randn(NUM_SAMPLES, 16, 48), image_grid_thw=grid, input_ids=ids,
+        attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == _IMAGE).long(), labels=ids,
+    )  # fmt: skip
+
+
+def bundled(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join patches of all samples, as Qwen2-VL's processor does."""
+    return {
+        name: (torch.cat if name in ("pixel_values", "image_grid_thw") else torch.stack)(
+            [item[name] for item in items]
+        )
+        for name in items[0]
+    }
+
+
 _SPEECH = {
     "vocab_size": _WORDS, "num_mel_bins": 8, "d_model": 16, "encoder_layers": 2,
     "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -294,6 +379,17 @@ CASES: dict[str, PartCase] = {
     "llava": PartCase(
         _llava, ("model.vision_tower",), _llava_data, _own_loss,
         ("model.vision_tower.pre_layrnorm",),
+    ),
+    "paligemma": PartCase(
+        _paligemma, ("model.vision_tower",), _llava_data, _own_loss,
+        ("model.vision_tower.post_layernorm",),
+    ),
+    "qwen2-vl, patches": PartCase(
+        _qwen, ("model.visual",), _patches, _own_loss, ("model.visual.merger",), bundled,
+    ),
+    "smolvlm, one to three tiles": PartCase(
+        _smolvlm, ("model.vision_model",), _tiles, _own_loss,
+        ("model.vision_model.post_layernorm",),
     ),
     "bart, padded texts": PartCase(
         _bart, ("model.encoder",), lambda: Texts(_translation(10)), _own_loss,

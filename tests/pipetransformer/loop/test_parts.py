@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -363,3 +363,107 @@ def test_replicas_have_rows_of_parts(two_ranks: Pool) -> None:
         assert one[0] == other[0]
         assert all(map(torch.equal, one[1], other[1]))
         assert other[2] == NUM_SAMPLES // 2
+
+
+class _Tower(nn.Module):
+    """Return tokens, or what `kind` says is wrong with them; blank ones are left out."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.linear(tokens)
+        if self.kind == "mixes":
+            hidden = hidden - hidden.mean(0)
+        if self.kind == "turned":
+            hidden = hidden.flip(0)
+        return hidden
+
+
+class _Tokens(nn.Module):
+    """A head on all of a sample's tokens that are not blank, (N, T, 4)."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.tower, self.head = _Tower(kind), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        real = (x != 0).any(-1)
+        summed = torch.zeros(len(x), 6)
+        answer: Tensor = self.head(summed.index_add(0, real.nonzero()[:, 0], self.tower(x[real])))
+        return answer
+
+
+def _token_samples(counts: Sequence[int]) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    samples = [torch.randn(5, 4) for _ in counts]
+    for sample, num in zip(samples, counts, strict=True):
+        sample[num:] = 0
+    return [{"x": sample} for sample in samples]
+
+
+def _trained_on_tokens(
+    model: _Tokens, samples: Any, epoch: Callable[[Any], Iterable[Any]], size: int = 2
+) -> list[float]:
+    torch.manual_seed(0)
+    loader = DataLoader(samples, batch_size=size, shuffle=True)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        for batch in epoch(loader):
+            loss = model(batch["x"]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 0, 3] * 3, [1, 1, 2, 0] * 3, [0, 2] * 6, [4] * 12])
+def test_a_sample_has_any_number_of_entries(counts: list[int]) -> None:
+    samples, model = _token_samples(counts), _Tokens()
+    model.tower.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    expected = _trained_on_tokens(plain, samples, lambda loader: loader)
+    with attach(model, parts=["tower"], cache=True) as cached:
+        losses = _trained_on_tokens(model, samples, cached.epoch)
+        assert cached.stats.hits == len(counts)
+    # Sums in another order, over some steps.
+    assert losses == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(model.head.weight, plain.head.weight)
+
+
+def test_a_sample_of_more_entries_than_were_seen_has_no_row() -> None:
+    # The looks see samples from all over the data set, but not this one.
+    samples, model = _token_samples([1] * 100), _Tokens()
+    samples[1]["x"] = torch.randn(5, 4)
+    plain = copy.deepcopy(model)
+    plain.tower.requires_grad_(False)
+    expected = _trained_on_tokens(plain, samples, lambda loader: loader, 4)
+    with attach(model, parts=["tower"], cache=True) as cached:
+        served = list[int]()
+
+        def epoch(loader: DataLoader[Any]) -> Iterable[Any]:
+            yield from cached.epoch(loader)
+            assert cached._rows is not None
+            served.append(cached._rows.forward.num_served)
+
+        losses = _trained_on_tokens(model, samples, epoch, 4)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert served == [24, 24, 24]  # One batch of 25 runs from its start.
+
+
+@pytest.mark.parametrize("kind", ["mixes", "turned"])
+def test_entries_that_know_other_samples_have_no_rows(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples, model = _token_samples([1, 2, 3] * 4), _Tokens(kind)
+    plain = copy.deepcopy(model)
+    plain.tower.requires_grad_(False)
+    expected = _trained_on_tokens(plain, samples, lambda loader: loader)
+    with attach(model, parts=["tower"], cache=True) as cached:
+        losses = _trained_on_tokens(model, samples, cached.epoch)
+        assert cached.stats.hits == 0
+    assert "no cache of 'tower'" in caplog.text
+    assert losses == expected
