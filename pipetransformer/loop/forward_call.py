@@ -180,11 +180,17 @@ class ForwardCall:
 
     Args:
         calls: one for each column of the loader's batches; none where that is yet to be learnt.
-        of_parts: whether rows are of parts, not of blocks.
+        of_parts: whether rows are of parts, not of blocks alone.
+        of_labels: whether rows may be of labels, too, as a decoder's inputs are made of these.
     """
 
     def __init__(
-        self, model: nn.Module, calls: tuple[LoopCall, ...] = (), *, of_parts: bool = False
+        self,
+        model: nn.Module,
+        calls: tuple[LoopCall, ...] = (),
+        *,
+        of_parts: bool = False,
+        of_labels: bool = False,
     ) -> None:
         self.calls = calls
         self._config = getattr(unwrapped(model), "config", None)
@@ -194,7 +200,7 @@ class ForwardCall:
         needed = {name for call in calls for name in call.needs}
         # A part may be told of it.
         needed |= {"return_dict"} if of_parts else set()
-        self._ignored = frozenset((*TARGETS, *_HARMLESS)) - needed
+        self._ignored = frozenset((*(() if of_labels else TARGETS), *_HARMLESS)) - needed
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
         """Return what a forward was given of a batch; None where that is no call of a loop."""

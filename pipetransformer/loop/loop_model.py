@@ -119,6 +119,8 @@ class LoopModel:
             raise ValueError(_UNTIED_LATE)
         if not settings.parts:
             _refuse_lists_before(model, layered)
+        if row_of(layered).encoders and calls[0].targets:
+            raise ForwardFailedError("a decoder's inputs may be made of labels")
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
         self.partial = PartialForward(self.task, self.example, call, self.bundles)
@@ -127,6 +129,8 @@ class LoopModel:
             for name in call.parameters.values()
             if name not in layered.inputs
         }
+        if row_of(layered).carried:
+            self._learn_states(config)
         self.blocks: Sequence[nn.Module] = row_of(layered).blocks
 
     def _presented(
@@ -166,12 +170,15 @@ class LoopModel:
             singly=singly,
         )
         packing = row_of(shown).packing
-        if config.cache_dtype is not None and packing is not None and not packing.is_single:
-            raise ValueError(
-                f"cache_dtype={config.cache_dtype!r} rounds rows of a single tensor, but parts "
-                "return several; leave it out"
-            )
+        if packing is not None and not packing.is_single:
+            _refuse_rounding(config)
         return shown
+
+    def _learn_states(self, config: TrainConfig) -> None:
+        """Find out what rows hold of what blocks hand on."""
+        _refuse_rounding(config)
+        with left_alone(self.task.model.model, next(self.task.model.model.parameters()).device):
+            self.partial.learn_states({n: self.example[n] for n in self.task.model.inputs})
 
     def _set_apart(
         self,
@@ -250,15 +257,30 @@ def look_at(
         return LoopModel(model, loader, whole_form, given, settings)
 
 
-def _refuse_lists_before(model: nn.Module, layered: LayeredModel) -> None:
-    before = list_before(model, row_of(layered).blocks)
-    if before is not None:
+def _refuse_rounding(config: TrainConfig) -> None:
+    if config.cache_dtype is not None:
         raise ValueError(
-            f"{before!r}, a list of equal blocks, lies before the row of blocks that can be "
-            "cached, and would freeze as a whole with block 0. To freeze so on purpose, do it "
-            "without rows: freeze.apply(model, n, layers=...), bottom first"
+            f"cache_dtype={config.cache_dtype!r} rounds rows of a single tensor, but parts, or "
+            "blocks, return several; leave it out"
         )
-    _LOGGER.info("blocks freeze in the order of %r", row_of(layered).name)
+
+
+def _refuse_lists_before(model: nn.Module, layered: LayeredModel) -> None:
+    row = row_of(layered)
+    before = list_before(model, row.blocks)
+    lists = [] if before is None else [model.get_submodule(before)]
+    lists += [m for one in row.encoders.values() for m in one.modules() if _is_list(m)]
+    if any(p.requires_grad for one in lists for p in one.parameters()):
+        raise ValueError(
+            f"{before or [*row.encoders][0]!r}, a list of equal blocks, lies before the row of "
+            "blocks that can be cached, and would freeze as a whole with block 0. To freeze so on "
+            "purpose, freeze it before you attach the model: requires_grad_(False)"
+        )
+    _LOGGER.info("blocks freeze in the order of %r", row.name)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
 
 
 def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:

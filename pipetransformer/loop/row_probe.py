@@ -73,7 +73,8 @@ class RowProbe:
         return ""
 
     def _look(self, depth: int) -> None:
-        for part in self.partial.row.blocks if self._is_packed else ():
+        row = self.partial.row
+        for part in row.blocks if self._is_packed else row.encoders.values():
             if name := InnerHooks(part).missed_at():
                 raise _Finding(f"a hook on {name!r} within waits for calls that would not come")
         self.partial.draws = False
@@ -96,7 +97,7 @@ class RowProbe:
         return differ(one, other, self.task.computes_in)
 
     def _rows_differ(self, one: Tensor, other: Tensor) -> bool:
-        packing = self.partial.row.packing
+        packing = self.partial.packing
         if packing is None or one.shape != other.shape:
             return self._differ(one, other)
         mine, others = map(packing.tensors, (one, other))
@@ -121,13 +122,14 @@ class RowProbe:
         self, entries: Batch, targets: Batch, hidden: Tensor, depth: int
     ) -> bool:
         """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
-        blocks, entrance = self.partial.row.frozen(depth), self.partial.row.entrance
+        row, entrance = self.partial.row, self.partial.row.entrance
+        blocks = [*row.frozen(depth), *row.encoders.values()]
         read = set[int]()
         with torch.enable_grad(), Reads(read.add) if self._is_packed else nullcontext():
             trained, answers = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
-        # A packed row has no graph, and a chain hands on nothing but its hidden state.
-        for one in _tensors_in(answers) if self._is_packed else [trained]:
+        # A packed row has no graph, and another chain hands on nothing but its hidden state.
+        for one in [trained] if self.partial.packing is None else _tensors_in(answers):
             if learned := _learned(one, len(hidden)):
                 raise _Finding(f"{learned} takes part in what they return, and goes on learning")
         self._look_at_learned(read, entries, trained.detach(), depth)

@@ -40,7 +40,13 @@ from pipetransformer.loop.forward_call import (
 )
 from pipetransformer.loop.model_watch import HOOKS, InnerHooks, ModelWatch, hold_others
 from pipetransformer.loop.partial_forward import autocast_dtype
-from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
+from pipetransformer.model import (
+    PartCall,
+    adapter_names,
+    adapters_in_use,
+    modules_with_adapters,
+    row_of,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -82,9 +88,17 @@ class ShortForward:
         self._prefix, self._task, self._renew, self._read = prefix, prefix.task, renew, read
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
-        self._names = () if self._row.packing is None else self._row.packing.names
-        self._inner = [InnerHooks(part) for part in self._row.blocks if self._names]
-        self._call = ForwardCall(self._task.model.model, calls, of_parts=bool(self._names))
+        row = self._row
+        self._names = (*row.encoders,) if row.packing is None else row.packing.names
+        self._parts = (*row.encoders.values(),) if row.packing is None else row.blocks
+        self._part_calls: Sequence[PartCall] = row.calls if row.packing is not None else ()
+        self._inner = [InnerHooks(part) for part in self._parts]
+        self._call = ForwardCall(
+            self._task.model.model,
+            calls,
+            of_parts=bool(self._names),
+            of_labels=bool(row.encoders),
+        )
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
         self._rows: Tensor | None = None
@@ -109,17 +123,25 @@ class ShortForward:
         """Serve this many blocks from now on."""
         self.give_back()
         self.depth = depth
-        blocks = self._row.frozen(depth)
+        blocks = list(self._row.frozen(depth))
+        serving = [partial(self._forward, i) for i in range(len(blocks))]
+        if self._row.packing is not None:
+            serving = [partial(self._part, i) for i in range(len(blocks))]
+        elif depth and self._row.carried:
+            packing, encoders = self._row.packings[depth - 1], self._row.encoders
+            computes_in = self._task.computes_in
+            self._part_calls = [PartCall(packing, i, computes_in) for i in range(len(encoders))]
+            blocks += encoders.values()
+            serving += [partial(self._part, i) for i in range(len(encoders))]
         if any(isinstance(vars(block).get("forward"), _Forward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
                 "it, or another training"
             )
-        for index, block in enumerate(blocks):
+        for block, serve in zip(blocks, serving, strict=True):
             own = vars(block).get("forward")
             # Compiled code would know the rows of one batch alone.
-            serve = self._forward if self._row.packing is None else self._part
-            served = torch.compiler.disable(partial(serve, index, block.forward))
+            served = torch.compiler.disable(partial(serve, block.forward))
             block.forward = _Forward(block, own, served)
             self._replaced.append(block)
         entrance = self._row.entrance
@@ -313,6 +335,10 @@ class ShortForward:
         if index < self.depth - 1:
             return call.answered(hidden)
         self._refuse_other_autocast(hidden.device.type, self._task.computes_in)
+        if self._row.carried:
+            return self._row.handed_on(
+                self.depth, rows.to(hidden.device), needs_gradients=hidden.requires_grad
+            )
         rows = rows.transpose(0, 1) if self._row.samples_at else rows
         rows = rows.to(hidden.device)
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.
@@ -331,7 +357,7 @@ class ShortForward:
         return rows.requires_grad_(needs and torch.is_grad_enabled())
 
     def _part(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        name, call = self._names[index], self._row.calls[index]
+        name, call = self._names[index], self._part_calls[index]
         if self._rows is None:
             self._refuse_unread_again(name, (args, kwargs))
             return run(*args, **kwargs)

@@ -12,7 +12,6 @@ from pipetransformer.model.general import (
     TARGETS,
     WAYS_OUT,
     EntryNames,
-    ForwardFailedError,
     LoopUse,
     forward_parameters,
     names_of,
@@ -39,7 +38,13 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.parts import UnlikeAnswerError, present_parts, replaced
+from pipetransformer.model.parts import (
+    Packing,
+    PartCall,
+    UnlikeAnswerError,
+    present_parts,
+    replaced,
+)
 from pipetransformer.model.peft_models import (
     adapter_names,
     adapters_in_use,
@@ -47,7 +52,7 @@ from pipetransformer.model.peft_models import (
     unwrapped,
 )
 from pipetransformer.model.precision import DTYPES, LossScale
-from pipetransformer.model.recording import Reads, Row, whole_in_mode
+from pipetransformer.model.recording import ForwardFailedError, Reads, Row, whole_in_mode
 from pipetransformer.model.registry import (
     adapt,
     entry_names,
@@ -69,8 +74,8 @@ from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
-    "LoopUse", "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits", "Reads",
-    "Row",
+    "LoopUse", "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits",
+    "Packing", "PartCall", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",

@@ -34,6 +34,7 @@ from pipetransformer.model.losses import own_loss
 from pipetransformer.model.own_forward import CutForward, Entries, output_of
 from pipetransformer.model.peft_models import name_untied, unwrapped
 from pipetransformer.model.recording import (
+    ForwardFailedError,
     NoRowError,
     Recording,
     Row,
@@ -41,6 +42,7 @@ from pipetransformer.model.recording import (
     watched,
     whole_in_mode,
 )
+from pipetransformer.model.state_rows import read_above, state_sublayers
 from pipetransformer.model.transformer import (
     qualified_name,
     refuse_lost_checkpointing,
@@ -63,10 +65,6 @@ class EntryNames:
 
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
-
-
-class ForwardFailedError(ValueError):
-    """Say that a model cannot be run on what it is given."""
 
 
 def names_of(model: nn.Module) -> EntryNames:
@@ -162,31 +160,52 @@ def present(
     # First, as it says by name what blocks hand to the loss, which no part below could.
     loss = None if loss_fn is not None else _own_loss(model, shown.labels, shown.recording.answer)
     is_known = loss is not None or (loop is not None and _reads_no_padding(shown, loop))
+    if loop is not None and shown.recording.rows[0].carried:
+        return _with_states(shown, loop)
     own, mask, answer = _in_parts(shown, loop)
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
     is_by_token = mask is not None and answer[:2] == shown.inputs["input_ids"].shape
     is_by_token &= len(answer) > 2
     mask = mask if len(shown.targets) == 1 and (is_known or not is_by_token) else None
-    row = own.row
+    layered = _layered(
+        shown,
+        own.row,
+        _sublayers(model, own),
+        targets=shown.targets if loop is None else loop.beside,
+        loss_fn=loss,
+        padding_mask=mask,
+    )
+    layered.reads_by_labels = mask is not None and is_by_token
+    return layered
+
+
+def _layered(shown: _Shown, row: Row, sublayers: list[Sublayer], **settings: Any) -> LayeredModel:
+    model = shown.model
     refuse_lost_checkpointing(model, row.blocks)
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
-    sublayers = _sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
     layered = LayeredModel(
         model,
         sublayers,
         inputs=tuple(shown.inputs),
-        targets=shown.targets if loop is None else loop.beside,
-        loss_fn=loss,
         unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
-        padding_mask=mask,
         biases=sorted(row.learned),
         is_recorded=True,
+        **settings,
     )
     layered.row = row
-    layered.reads_by_labels = mask is not None and is_by_token
     return layered
+
+
+def _with_states(shown: _Shown, loop: LoopUse) -> LayeredModel:
+    """Return a loop's model whose blocks hand several tensors on."""
+    model, row = shown.model, shown.recording.rows[0]
+    called = row.called_below | row.called_above
+    parts = _Parts(model, row)
+    sides = read_above(model, row, shown.inputs, lambda given: model(**given, **shown.keywords))
+    sublayers = state_sublayers(row, sides, lambda names: parts.of(names, called))
+    return _layered(shown, row, sublayers, targets=loop.beside)
 
 
 def _run_once(
@@ -203,11 +222,16 @@ def _run_once(
     labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
     # Not in a loop: a model that makes its inputs of labels must be found to fail without.
     known = {**inputs, **(labels if loss_fn is None else {})}
-    recording = _recorded(model, known, keywords)
+    recording = _recorded(model, known, keywords, carries=loop is not None)
     if takes_cache:
         _refuse_cache(model, {**known, **use.constants}, recording.answer)
     return _Shown(model, inputs, labels, targets, keywords, recording)
 
+
+_IN_LOOPS = (
+    "In a loop of your own, `attach` takes blocks that hand several tensors on, and a decoder's "
+    "above a frozen encoder. "
+)
 
 WAYS_OUT = (
     "docs/models.md says what trains, and how to go on: a setting of the model, a LayeredModel of "
@@ -215,15 +239,17 @@ WAYS_OUT = (
 )
 
 
-def _recorded(model: nn.Module, given: Entries, keywords: Mapping[str, Any]) -> Recording:
+def _recorded(
+    model: nn.Module, given: Entries, keywords: Mapping[str, Any], *, carries: bool
+) -> Recording:
     """Record a forward; errors say which model fails, and what to do."""
     name, num_samples = type(model).__name__, len(next(iter(given.values())))
     try:
-        return record(model, lambda: model(**given, **keywords), num_samples)
+        return record(model, lambda: model(**given, **keywords), num_samples, carries=carries)
     except NoRowError as error:
         raise ValueError(
             f"this {name} has no row of blocks at which it could be cut and frozen: {error}. "
-            f"{WAYS_OUT}"
+            f"{'' if carries else _IN_LOOPS}{WAYS_OUT}"
         ) from error
     except Exception as error:
         raise ForwardFailedError(
@@ -267,7 +293,7 @@ def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | No
         # A loop may read any output, known or not.
         read, is_known = _reading(answer, output_of if loop is None else None)
         expected = read(answer)
-        for row in shown.recording.rows:
+        for row in [one for one in shown.recording.rows if not one.carried]:
             own = make(row, example={})
             try:
                 found = run_through(own, given, read)

@@ -22,10 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padded
-from pipetransformer.model.general import ForwardFailedError
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
-from pipetransformer.model.recording import Arguments, Reads, Row, whole_in_mode
+from pipetransformer.model.recording import (
+    Arguments,
+    ForwardFailedError,
+    Reads,
+    Row,
+    whole_in_mode,
+)
 
 
 class UnlikeAnswerError(ValueError):
@@ -350,7 +355,7 @@ def present_parts(
             with served(tuple(parts.values()), lambda part: packing.unpacked(part, rows)):
                 return tree_leaves(run(given))
 
-        unread = [name for name in entries if _is_unread(model, entries, name, run_from_rows)]
+        unread = [name for name in entries if is_unread(model, entries, name, run_from_rows)]
         read = {
             name for name in varied if name in entries and _is_read(entries, name, run, record)
         }
@@ -496,7 +501,7 @@ def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | 
     return _Answer(spec, plain, tuple((one.shape[1:], one.dtype) for one in tensors))
 
 
-def _is_unread(
+def is_unread(
     model: nn.Module, entries: Entries, name: str, run: Callable[[Entries], list[Any]]
 ) -> bool:
     """Return whether an entry's values are of no use where the parts' answers are known."""

@@ -13,7 +13,8 @@ has returned. Nothing is guessed from names: a model is read by running it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from freeze.in_place import frozen_in_place
 
 if TYPE_CHECKING:
     from pipetransformer.model.parts import Packing
@@ -36,6 +39,10 @@ _MOST_LEARNED = 8
 
 _LEAST_SHARE = 0.2
 """Of a model's weights without its embeddings: an encoder's half is enough, a head's is not."""
+
+
+class ForwardFailedError(ValueError):
+    """Say that a model cannot be run on what it is given."""
 
 
 class NoRowError(ValueError):
@@ -70,10 +77,11 @@ class BlockCall:
             return args, {**kwargs, self.takes: hidden}
         return (*args[: self.takes], hidden, *args[self.takes + 1 :]), kwargs
 
-    def answered(self, hidden: Tensor) -> Any:
-        """Return what a block that does nothing would answer."""
+    def answered(self, hidden: Tensor, beside: Mapping[int, Tensor] | None = None) -> Any:
+        """Return what a block that does nothing would answer; `beside` are other leaves."""
         leaves = list(self.leaves)
-        leaves[self.returns] = hidden
+        for place, one in {**(beside or {}), self.returns: hidden}.items():
+            leaves[place] = one
         return tree_unflatten(leaves, self.answer)
 
     def hidden_out(self, answer: Any) -> Tensor:
@@ -96,6 +104,10 @@ class Row:
         samples_at: the hidden state's dimension of samples: 0, or 1 as in XLNet.
         entrance: the module outside of blocks that returns what the first one is given, if any.
         packing: of parts that are no chain, which freeze together; see `parts`.
+        carried: leaves of each block's answer that the blocks above take, the hidden state first;
+            none where that is all. The Trainer hands on one tensor, a loop's rows hold them all.
+        encoders: modules below, by name, whose answers the blocks take, too.
+        packings: of what rows of each depth hold then: encoders' answers, and what is carried.
     """
 
     name: str
@@ -109,6 +121,26 @@ class Row:
     samples_at: int
     entrance: nn.Module | None
     packing: Packing | None = None
+    carried: tuple[int, ...] = ()
+    encoders: Mapping[str, nn.Module] = field(default_factory=dict)
+    packings: tuple[Packing, ...] = ()
+
+    def state(self, answer: Any, num_samples: int) -> tuple[Tensor, ...]:
+        """Return what goes on from a block, (N, ...) each."""
+        leaves = tree_leaves(answer)
+        # A position bias is one for all samples where there is no mask.
+        return tuple(
+            one.expand(num_samples, *one.shape[1:]) if one.shape[:1] == (1,) else one
+            for one in (leaves[place] for place in self.carried)
+        )
+
+    def handed_on(self, depth: int, rows: Tensor, *, needs_gradients: bool = False) -> Any:
+        """Return what the last of so many blocks answers, from its rows."""
+        hidden, *others = self.packings[depth - 1].unpacked(len(self.encoders), rows)
+        if needs_gradients:  # As reentrant checkpointing above needs it, or nothing learns.
+            hidden = hidden.detach().requires_grad_()
+        beside = dict(zip(self.carried[1:], others, strict=True))
+        return self.calls[depth - 1].answered(hidden, beside)
 
     def frozen(self, depth: int) -> tuple[nn.Module, ...]:
         """Return what is frozen where rows are of this depth; parts all are."""
@@ -123,17 +155,24 @@ class Recording:
     answer: Any
 
 
-def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Recording:
+def record(
+    model: nn.Module, run: Callable[[], Any], num_samples: int, *, carries: bool = False
+) -> Recording:
     """Find what may be a model's row of blocks, by one forward; by two where blocks repeat.
 
     Args:
         run: calls the model's forward on a few samples, and returns its answer.
+        carries: whether several tensors may go from block to block, and from encoders. Then
+            blocks that the user has frozen are taken last.
     Raises:
         NoRowError: no list of modules is such a row; the message says of each why not.
     """
     reasons: list[str] = []
     rows: list[Row] = []
     answer: Any = None
+    # What an earlier loop froze is its row still: only what a user froze counts as frozen.
+    trained = {p for p in model.parameters() if p.requires_grad}
+    trained.update(frozen_in_place(model).values())
     with watched(model):
         candidates = _candidates(model)
         while candidates and not rows:
@@ -145,7 +184,7 @@ def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Record
             loops = []
             for name, one in records.items():
                 try:
-                    rows.append(one.row(name, num_samples))
+                    rows.append(one.row(name, num_samples, carries=carries))
                 except NoRowError as error:
                     reasons.append(f"{name}: {error}")
                     if one.repeats:
@@ -155,7 +194,9 @@ def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Record
     if not rows:
         raise NoRowError("; ".join(reasons[:3]) or "it holds no list of two blocks or more")
     # What is learned below is computed anew for each block: a decoder's encoder, say.
-    rows.sort(key=lambda row: len(row.learned))
+    rows.sort(key=lambda row: (bool(row.encoders), bool(row.carried), len(row.learned)))
+    if carries:
+        rows.sort(key=lambda row: not any(trained & {*b.parameters()} for b in row.blocks))
     return Recording(rows, tree_map_only(Tensor, Tensor.detach, answer))
 
 
@@ -250,6 +291,7 @@ class _Record:
         # For each stretch between two blocks' ends: what was read and called in it.
         self.read: list[set[str]] = [set()]
         self.called: list[set[nn.Module]] = [set()]
+        self.num_calls = Counter[nn.Module]()
         # By the tensors that modules return below the first block: the outermost returns last.
         self.returned_by: dict[int, nn.Module] = {}
 
@@ -283,6 +325,7 @@ class _Record:
     def _note_module(self, module: nn.Module, _args: object) -> None:
         if module in self.outside:
             self.called[-1].add(module)
+            self.num_calls[module] += 1
 
     def _note_answer(self, module: nn.Module, _args: object, answer: object) -> None:
         if module in self.outside and not self.calls and isinstance(answer, Tensor):
@@ -298,74 +341,117 @@ class _Record:
         """Return whether a module ran more than once."""
         return len({call.index for call in self.calls}) < len(self.calls)
 
-    def row(self, name: str, num_samples: int) -> Row:
+    def row(self, name: str, num_samples: int, *, carries: bool) -> Row:
         order = [call.index for call in self.calls]
         if order != list(range(len(self.blocks))):
             spelled = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
             raise NoRowError(f"its modules run in the order {spelled or 'of none'}")
-        calls = self._chain()
+        calls, carried = self._chain(carries=carries)
         hidden = calls[0].hidden_in(self.calls[0].given)
         samples_at = next((d for d in range(2) if hidden.shape[d : d + 1] == (num_samples,)), None)
         if samples_at is None:
             raise NoRowError(
                 f"its hidden state has shape {tuple(hidden.shape)} for {num_samples} samples"
             )
-        return Row(
-            name,
-            tuple(self.blocks),
-            calls,
-            frozenset().union(*self.read[:-1]),
-            frozenset(self.read[-1]),
-            self._learned(calls),
-            frozenset().union(*self.called[:-1]),
-            frozenset(self.called[-1]),
-            samples_at,
-            self.returned_by.get(id(hidden)),
-        )
-
-    def _chain(self) -> tuple[BlockCall, ...]:
-        """Check that each block takes what the one before it has returned."""
-        found = []
-        previous: Tensor | None = None
-        made: set[int] = set()
-        for call in self.calls:
-            if any(id(x) in made and x is not previous for x in tree_leaves(call.given)):
-                raise NoRowError(f"block {call.index} takes what a block before it made")
-            takes = _first_hidden(call) if previous is None else _place_of(call, previous)
-            leaves, answer = tree_flatten(call.answer)
-            returns = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
-            if returns is None:
-                raise NoRowError(f"block {call.index} returns no tensor")
-            previous = leaves[returns]
-            made |= {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-            others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            found.append(BlockCall(takes, answer, returns, others))
-        return tuple(found)
-
-    def _learned(self, calls: tuple[BlockCall, ...]) -> frozenset[str]:
-        """Name the parameters from which arguments of blocks are computed.
-
-        Raises:
-            NoRowError: an argument comes from another block, or from many tensors.
-        """
-        names = {name for read in self.read[:-1] for name in read}
-        below = {n: p for n, p in self.model.named_parameters() if n in names and p.requires_grad}
-        inside = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
-        learned: set[str] = set()
-        for call, how in zip(self.calls, calls, strict=True):
-            hidden = how.hidden_in(call.given)
-            for leaf in tree_leaves(call.given):
-                if isinstance(leaf, Tensor) and leaf is not hidden and leaf.requires_grad:
-                    if any(g is not None for g in _gradients(leaf, inside)):
-                        raise NoRowError(f"block {call.index} takes what a block before it made")
-                    by = zip(below, _gradients(leaf, list(below.values())), strict=True)
-                    learned |= {name for name, gradient in by if gradient is not None}
+        learned = self._learned(calls, made_by_blocks=carried)
+        encoders = self._encoders(learned) if carries and len(learned) > _MOST_LEARNED else {}
+        own = {id(t) for part in encoders.values() for t in part.parameters()}
+        learned = frozenset(n for i, n in self.name_of.items() if n in learned and i not in own)
         if len(learned) > _MOST_LEARNED:
             raise NoRowError(
                 "its blocks take, beside the hidden state, what is computed from "
                 f"{len(learned)} parameters, such as {min(learned)!r}: that would be done anew "
                 "for every block"
             )
+        places = sorted({calls[0].returns, *carried} - {calls[0].returns})
+        is_carried = bool(places or encoders)
+        if is_carried and (samples_at or len({how.returns for how in calls}) > 1):
+            raise NoRowError("its blocks take several tensors, at other places or of other forms")
+        return Row(
+            name,
+            tuple(self.blocks),
+            calls,
+            frozenset().union(*self.read[:-1]),
+            frozenset(self.read[-1]),
+            learned,
+            frozenset().union(*self.called[:-1]),
+            frozenset(self.called[-1]),
+            samples_at,
+            None if is_carried else self.returned_by.get(id(hidden)),
+            carried=(calls[0].returns, *places) if is_carried else (),
+            encoders=encoders,
+        )
+
+    def _chain(self, *, carries: bool) -> tuple[tuple[BlockCall, ...], set[int]]:
+        """Check that each block takes what the one before it has returned.
+
+        Returns:
+            the calls, and which leaves of an answer blocks take beside the hidden state.
+        """
+        found: list[BlockCall] = []
+        previous: Tensor | None = None
+        made: set[int] = set()
+        carried, last = set[int](), list[Any]()
+        for call in self.calls:
+            given = {id(x) for x in tree_leaves(call.given)} & (made - {id(previous)})
+            if given and not carries:
+                raise NoRowError(f"block {call.index} takes what a block before it made")
+            if given - {id(leaf) for leaf in last}:
+                raise NoRowError(
+                    f"block {call.index} takes what a block before it made, and what the one "
+                    "right before it does not return"
+                )
+            carried |= {place for place, leaf in enumerate(last) if id(leaf) in given}
+            takes = _first_hidden(call) if previous is None else _place_of(call, previous)
+            leaves, answer = tree_flatten(call.answer)
+            returns = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
+            if returns is None:
+                raise NoRowError(f"block {call.index} returns no tensor")
+            previous, last = leaves[returns], leaves
+            made |= {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+            others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            found.append(BlockCall(takes, answer, returns, others))
+        for call in self.calls:
+            leaves = tree_leaves(call.answer)
+            if not all(p < len(leaves) and isinstance(leaves[p], Tensor) for p in carried):
+                raise NoRowError(f"block {call.index} does not return all that others take")
+        return tuple(found), carried
+
+    def _encoders(self, learned: frozenset[str]) -> dict[str, nn.Module]:
+        """Return the outermost modules that ran once, before the blocks, for what these take."""
+        found: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            names = {self.name_of.get(id(one)) for one in module.parameters()}
+            is_inner = any(name.startswith(f"{outer}.") for outer in found)
+            ran = module in self.called[0] and self.num_calls[module] == 1
+            if ran and not is_inner and self.blocks[0] not in {*module.modules()}:
+                if len(names & learned) > _MOST_LEARNED:
+                    found[name] = module
+        return found
+
+    def _learned(
+        self, calls: tuple[BlockCall, ...], *, made_by_blocks: set[int]
+    ) -> frozenset[str]:
+        """Name the parameters from which arguments of blocks are computed.
+
+        Raises:
+            NoRowError: an argument comes from another block.
+        """
+        names = {name for read in self.read[:-1] for name in read}
+        below = {n: p for n, p in self.model.named_parameters() if n in names and p.requires_grad}
+        inside = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        learned: set[str] = set()
+        carried = {
+            id(tree_leaves(call.answer)[place]) for call in self.calls for place in made_by_blocks
+        }
+        for call, how in zip(self.calls, calls, strict=True):
+            known = {id(how.hidden_in(call.given)), *carried}
+            for leaf in tree_leaves(call.given):
+                if isinstance(leaf, Tensor) and id(leaf) not in known and leaf.requires_grad:
+                    if any(g is not None for g in _gradients(leaf, inside)):
+                        raise NoRowError(f"block {call.index} takes what a block before it made")
+                    by = zip(below, _gradients(leaf, list(below.values())), strict=True)
+                    learned |= {name for name, gradient in by if gradient is not None}
         return frozenset(learned)
 
 
