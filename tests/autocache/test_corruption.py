@@ -12,6 +12,7 @@ import torch
 
 from autocache.layout import RowField, RowLayout
 from autocache.store import RowStore
+from tests.helpers.marks import slow
 
 NUM_ROWS, STAMP, OTHER_STAMP = 9, 3, 7
 FIXED = RowLayout((RowField("hidden", (6, 5), torch.float32), RowField("y", (), torch.int64)))
@@ -51,9 +52,10 @@ def copy_elsewhere(rng: np.random.Generator, file: np.ndarray) -> None:
 DAMAGES: tuple[Damage, ...] = (flip_a_bit, overwrite, clear, swap_words, copy_elsewhere)
 
 
+@pytest.mark.parametrize("num_damages", [500, slow(5_000)])
 @pytest.mark.parametrize("layout", [FIXED, VARYING], ids=["fixed", "varying"])
-def test_of_10_000_random_corruptions_each_is_detected_or_harmless(
-    layout: RowLayout, tmp_path: Path
+def test_of_random_corruptions_each_is_detected_or_harmless(
+    layout: RowLayout, num_damages: int, tmp_path: Path
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.arange(NUM_ROWS)
@@ -71,7 +73,7 @@ def test_of_10_000_random_corruptions_each_is_detected_or_harmless(
         with open(store.path, "rb+") as opened:
             file = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.uint8)
         pristine = file.copy()
-        for n in range(5_000):
+        for n in range(num_damages):
             for _ in range(rng.integers(1, 3)):
                 DAMAGES[n % len(DAMAGES)](rng, file)
             read = store.read(ids, [STAMP])
@@ -85,4 +87,4 @@ def test_of_10_000_random_corruptions_each_is_detected_or_harmless(
             file[:] = pristine
         assert store.read(ids, [STAMP]).depth.tolist() == [0, 0] + [1] * (NUM_ROWS - 2)
         del file
-    assert num_missed > 1_000
+    assert num_missed > num_damages // 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -14,12 +13,8 @@ TESTS = Path(__file__).parent
 
 def test_every_test_that_the_conformance_list_names_exists() -> None:
     listed = set(re.findall(r"`(test_\w+)`", (TESTS / "manual.md").read_text()))
-    defined = {
-        node.name
-        for path in TESTS.parent.rglob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    texts = (path.read_text() for path in TESTS.parent.rglob("test_*.py"))
+    defined = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.M)}
     assert len(listed) > 100
     assert sorted(listed - defined) == []
 

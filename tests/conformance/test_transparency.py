@@ -39,8 +39,8 @@ class Square(torch.autograd.Function):
 
 
 @every_mode
-@pytest.mark.parametrize("balance", [[6], [3, 3], [1, 2, 3], [1] * 6])
-@pytest.mark.parametrize("chunks", [1, 2, 4, 7])
+@pytest.mark.parametrize("balance", [[6], [1, 2, 3], [1] * 6])
+@pytest.mark.parametrize("chunks", [1, 2, 7])
 def test_output_and_every_gradient_equal_the_plain_module_s(
     balance: list[int], chunks: int, mode: str
 ) -> None:

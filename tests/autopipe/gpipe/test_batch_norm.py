@@ -19,7 +19,7 @@ from autopipe.gpipe.batch_norm import (
 )
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-SIZES = [(7,), (4, 4), (5, 2), (3, 3, 2), (2, 2, 2, 5), (4, 3, 2, 2)]
+SIZES = [(7,), (5, 2), (2, 2, 2, 5)]
 CHANNELS = 3
 # Sums of a few hundred float64 values in another order: off by some 1e-15 of values around 1.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -65,7 +65,7 @@ def assert_same_state(found: nn.Module, expected: nn.Module, **tolerance: float)
         )
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.75, 1.0, None])
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("num_dims", NORMS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_running_statistics_are_those_of_the_whole_mini_batch(
