@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import random
 import signal
 import time
 from contextlib import closing
@@ -187,31 +186,6 @@ def test_verify_empties_damaged_rows_and_counts_them(folder: Path) -> None:
     assert sets.verify(one.folder.name) == 2
     assert sets.verify(one.folder.name) == 0
     assert sets.facts()[0].num_whole == NUM - 2
-
-
-@pytest.mark.slow
-def test_none_of_10000_flipped_bits_is_ever_read(folder: Path) -> None:
-    one = open_set(folder)
-    one.store.write(IDS, STAMP, rows_of(IDS))
-    path, name = one.folder / "rows", one.folder.name
-    one.close()
-    whole, draw = path.read_bytes(), random.Random(0)
-    start = 64  # The header is compared when a set is opened.
-    num_lost = 0
-    for _ in range(10_000):
-        bit = draw.randrange(8 * start, 8 * len(whole))
-        data = bytearray(whole)
-        data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(data)
-        opened = open_set(folder)
-        assert opened.folder.name == name
-        read = opened.store.read(IDS, (STAMP,))
-        num_lost += int((read.depth == 0).sum())
-        found = read.depth > 0
-        for field, row in rows_of(IDS).items():
-            assert torch.equal(read.rows[field][found], row[found])
-        opened.close()
-    assert num_lost > 1000  # Many bits are padding, of pages and fields.
 
 
 def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:

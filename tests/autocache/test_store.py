@@ -91,7 +91,10 @@ def test_every_dtype_is_read_back_bitwise(
     store.close()
 
 
-def test_depth_tells_which_stamp_a_row_has_and_hits_survive_beside_misses(store: RowStore) -> None:
+def test_depth_tells_which_stamp_a_row_has_and_hits_survive_beside_misses(
+    any_store: ActivationStore,
+) -> None:
+    store = any_store
     old, new = torch.tensor([1, 2]), torch.tensor([4])
     store.write(old, 100, make_rows(old))
     store.write(new, 2**64 - 1, make_rows(new))
@@ -102,8 +105,8 @@ def test_depth_tells_which_stamp_a_row_has_and_hits_survive_beside_misses(store:
     assert_rows_equal({k: v[hit] for k, v in read.rows.items()}, make_rows(asked[hit]))
 
 
-def test_unknown_stamps_and_empty_rows_and_an_empty_batch_miss(store: RowStore) -> None:
-    ids = torch.arange(3)
+def test_unknown_stamps_and_empty_rows_and_an_empty_batch_miss(any_store: ActivationStore) -> None:
+    ids, store = torch.arange(3), any_store
     store.write(ids, 6, make_rows(ids))
     assert not store.read(ids, [5, 7]).depth.any()
     assert not store.read(ids, []).depth.any()
@@ -113,8 +116,8 @@ def test_unknown_stamps_and_empty_rows_and_an_empty_batch_miss(store: RowStore) 
     assert empty.rows["hidden"].shape == (0, 3, 5)
 
 
-def test_a_rewritten_row_answers_to_its_new_stamp_only(store: RowStore) -> None:
-    ids = torch.arange(3)
+def test_a_rewritten_row_answers_to_its_new_stamp_only(any_store: ActivationStore) -> None:
+    ids, store = torch.arange(3), any_store
     store.write(ids, 6, make_rows(ids))
     store.write(ids, 7, make_rows(ids + 20))
     assert not store.read(ids, [6]).depth.any()

@@ -54,6 +54,7 @@ def open_all(lengths: list[int], most_connections: int) -> dict[str, list[object
         for length in lengths:
             groups = groups_pool.open(Topology(dist.get_world_size(), 2, length), timeout_s=20.0)
             found["members"].append(members(groups))
+            assert groups.forward is groups.backward
             found["built"].append(new_group.call_count)
             sums = []
             for group in (groups.forward, groups.stage):

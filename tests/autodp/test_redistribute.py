@@ -187,14 +187,14 @@ def swap_everything(num_shards: int, values: int) -> tuple[int, int, int]:
 def test_a_rank_that_gives_all_and_gets_all_needs_one_round_more(two_ranks: Pool) -> None:
     # The headers of the exchange are a few kB.
     shard_bytes = ROUND_BYTES // 2 - (8 << 10)
-    for at_first, peak, at_last in two_ranks.run(swap_everything, 7, shard_bytes // 4):
-        assert at_first == at_last == 7 * shard_bytes
+    for at_first, peak, at_last in two_ranks.run(swap_everything, 3, shard_bytes // 4):
+        assert at_first == at_last == 3 * shard_bytes
         assert 0 < peak - at_first <= ROUND_BYTES
 
 
 def test_a_large_tensor_needs_its_own_size_more_and_not_all_of_them(two_ranks: Pool) -> None:
-    for at_first, peak, _ in two_ranks.run(swap_everything, 3, ROUND_BYTES // 4 + 1000):
-        assert at_first == 3 * (ROUND_BYTES + 4000)
+    for at_first, peak, _ in two_ranks.run(swap_everything, 2, ROUND_BYTES // 4 + 1000):
+        assert at_first == 2 * (ROUND_BYTES + 4000)
         assert peak - at_first <= ROUND_BYTES + 4000 + 10_000
 
 
@@ -267,18 +267,6 @@ def test_one_process_only_drops() -> None:
         == 0
     )
     assert list(store.shards) == ["a"]
-
-
-def test_a_shard_that_nobody_holds_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no rank holds 'head/weights', which rank 2 needs"):
-        move_shards(
-            {},
-            {"head/weights": frozenset([2])},
-            DictStore({}),
-            group=None,
-            device=CPU,
-            slots_per_node=1,
-        )
 
 
 def spec(name: str, num_values: int) -> PieceTensor:

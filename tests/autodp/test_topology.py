@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autodp.groups import build_groups, open_links
+from autodp.groups import open_links
 from autodp.topology import Topology
 from autopipe.plan.request import fitting_lengths, length_choices, replicas_of
 from tests.helpers.pool import Pool
@@ -140,47 +140,6 @@ def test_a_length_that_does_not_fit_is_refused_with_the_ones_that_do(length: int
 def test_a_cluster_without_ranks_or_slots_is_refused(num_ranks: int, slots: int) -> None:
     with pytest.raises(ValueError, match=f"got {num_ranks} ranks and {slots} slots"):
         Topology(num_ranks, slots, 1)
-
-
-def members(group: dist.ProcessGroup | None) -> list[int] | None:
-    return None if group is None else dist.get_process_group_ranks(group)
-
-
-def build_and_destroy(length: int) -> dict[str, object]:
-    topology = Topology(dist.get_world_size(), 2, length)
-    groups = build_groups(topology, dist.get_rank(), on_cuda=False, timeout_s=30.0)
-    found: dict[str, object] = {
-        "forward": members(groups.forward),
-        "stage": members(groups.stage),
-        "one": groups.forward is groups.backward,
-    }
-    for name in ("forward", "stage"):
-        group = getattr(groups, name)
-        if group is not None:
-            total = torch.tensor([dist.get_rank()])
-            dist.all_reduce(total, group=group)
-            found[f"{name} sum"] = int(total)
-    groups.destroy()
-    dist.barrier()
-    found["left"] = [
-        g for g in (groups.forward, groups.stage) if g in dist.distributed_c10d._world.pg_map
-    ]
-    return found
-
-
-@pytest.mark.parametrize("length", [1, 2, 4])
-def test_groups_hold_the_pipeline_and_the_replicas_of_a_stage(
-    four_ranks: Pool, length: int
-) -> None:
-    topology = Topology(4, 2, length)
-    for rank, found in enumerate(four_ranks.run(build_and_destroy, length)):
-        pipeline = topology.pipelines[topology.replica_of(rank)]
-        stage = topology.stage_ranks(topology.stage_of(rank))
-        for name, ranks in (("forward", pipeline), ("stage", stage)):
-            assert found[name] == (list(ranks) if len(ranks) > 1 else None)
-            assert found.get(f"{name} sum", rank) == sum(ranks)
-        assert found["one"]
-        assert found["left"] == []
 
 
 def open_both_ways() -> bool:

@@ -20,7 +20,6 @@ from autopipe.schedule import (
     draw,
     forward_only,
     gpipe,
-    micro_batch_sizes,
     one_f_one_b,
     peak_in_flight,
     replicated_one_f_one_b,
@@ -227,11 +226,6 @@ def test_even_parts_differ_by_at_most_one_and_the_larger_come_first() -> None:
         assert sum(parts) == num_samples
         assert max(parts) - min(parts) <= 1
         assert list(parts) == sorted(parts, reverse=True)
-
-
-def test_samples_are_cut_evenly_and_the_larger_micro_batches_come_first() -> None:
-    assert micro_batch_sizes(7, 3) == (3, 2, 2)
-    assert micro_batch_sizes(2, 2) == (1, 1)
 
 
 SHAPES = [(1,), (3,), (2, 1), (1, 2), (3, 1, 2), (2, 2), (1, 4), (4, 1, 1, 1)]

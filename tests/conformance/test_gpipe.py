@@ -148,11 +148,6 @@ def test_an_unknown_checkpoint_mode_is_refused(checkpoint: Any) -> None:
         on_cpu(linears(1, 1), [2], checkpoint=checkpoint)
 
 
-def test_an_unknown_argument_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
-        GPipe(linears(1, 1), [2], chunk=2)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(
     "move",
     [

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopipe.engine.current_micro_batch import is_recomputing
 from autopipe.gpipe.module import GPipe
-from autopipe.schedule import Op
 from tests.helpers.models import NUM_CLASSES, NUM_FEATURES, tiny_data, tiny_model
 from tests.helpers.pipes import MODES
 from tests.helpers.pool import Pool
@@ -101,44 +100,6 @@ def test_frozen_partitions_are_neither_repeated_nor_sent_gradients() -> None:
     nn.functional.cross_entropy(ours(x), y).backward()
     assert repeated == []
     assert frozen.weight.grad is None and head.weight.grad is not None
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 9])
-def test_what_ran_follows_the_dependency_graph(
-    schedule: str, checkpoint: str, num_micro_batches: int
-) -> None:
-    """Compare real times with figures 1 to 3 of torchgpipe's paper."""
-    ours = GPipe(
-        tiny_model(num_blocks=6),
-        [2, 2, 2, 2],
-        chunks=num_micro_batches,
-        checkpoint=checkpoint,
-        schedule=schedule,
-    )
-    x, y = batch(9)
-    with ours.trace() as trace:
-        ours.step(x, y, nn.functional.cross_entropy)
-    spans = {(span.op, span.micro_batch, span.stage): span for span in trace.spans}
-    for stage in range(4):
-        for i in range(num_micro_batches):
-            forward, backward = spans[Op.FORWARD, i, stage], spans[Op.BACKWARD, i, stage]
-            assert forward.end_s <= backward.start_s
-            if stage > 0:
-                assert spans[Op.FORWARD, i, stage - 1].end_s <= forward.start_s
-                assert backward.end_s <= spans[Op.BACKWARD, i, stage - 1].start_s
-            if i > 0:
-                assert spans[Op.FORWARD, i - 1, stage].end_s <= forward.start_s
-                first, then = (i, i - 1) if schedule == "gpipe" else (i - 1, i)
-                assert (
-                    spans[Op.BACKWARD, first, stage].end_s
-                    <= spans[Op.BACKWARD, then, stage].start_s
-                )
-            repeated = checkpoint == "always" or (
-                checkpoint == "except_last" and i < num_micro_batches - 1
-            )
-            assert ((Op.RECOMPUTE, i, stage) in spans) == repeated
 
 
 @pytest.mark.parametrize("checkpoint", MODES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from autopipe.engine.links import Payload
 from autopipe.gpipe.module import GPipe
 from autopipe.schedule import Op
-from autopipe.skip.skip_layers import pop, skippable, stash
 from autopipe.threads.thread_link import Crossing, Mailbox, Stopped
 from autopipe.threads.thread_pipeline import run_together
 
@@ -202,44 +201,3 @@ def test_on_one_device_a_tensor_is_handed_over_as_it_is() -> None:
     leaf, nothing = received.tensors
     assert nothing is None and not received.is_bare and leaf is not None
     assert leaf.data_ptr() == hidden.data_ptr() and leaf.is_leaf and leaf.requires_grad
-
-
-@skippable(stash=["skip"])
-class Stasher(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        yield stash("skip", x * 2)
-        return x
-
-
-@skippable(pop=["skip"])
-class Popper(nn.Module):
-    def forward(self, x: Tensor) -> Iterator[object]:
-        skip = yield pop("skip")
-        popped.append(weakref.ref(skip))
-        return x + skip
-
-
-class Later(nn.Module):
-    """Note whether the skip popped before is still alive."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        alive.append(popped[-1]() is not None)
-        return x.sin()
-
-
-popped: list[weakref.ref[Tensor]] = []
-
-
-alive: list[bool] = []
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_skip_is_released_when_it_has_been_popped(checkpoint: str) -> None:
-    popped.clear()
-    alive.clear()
-    model = nn.Sequential(Stasher(), nn.Linear(3, 3), Popper(), Later())
-    ours = GPipe(model, [1, 1, 2], chunks=2, checkpoint=checkpoint)
-    output = ours(torch.rand(4, 3, requires_grad=True))
-    assert alive == [False, False]
-    output.sum().backward()
-    assert not any(alive)
