@@ -53,7 +53,7 @@ def both(pool: Pool | None, shapes: Mapping[int, Shape], **options: Any) -> list
 @pytest.mark.parametrize(
     "shapes",
     [
-        {0: Shape(1, 1)},
+        slow({0: Shape(1, 1)}),
         {0: Shape(1, 3, "gpipe")},
     ],
     ids=str,

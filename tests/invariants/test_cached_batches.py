@@ -71,8 +71,10 @@ class MixedInTheLoop(Dataset[tuple[Tensor, Tensor]]):
         )
 
 
-@pytest.mark.parametrize("collate_fn", [mixed, mixed_by_two])
-@pytest.mark.parametrize("settings", [{}, {"cache": False}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    ("collate_fn", "settings"),
+    [(mixed, {}), (mixed_by_two, {"cache": False}), (mixed_by_two, {"num_workers": 1})],
+)
 def test_a_batch_is_collated_in_its_order_where_layers_are_frozen(
     caplog: pytest.LogCaptureFixture,
     settings: dict[str, Any],

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 from pipetransformer import Trainer
 from tests.helpers.inspection import feed_of, model_of, stage_of
 from tests.helpers.loops import TINY, make_trainer, sgd
+from tests.helpers.marks import slow
 from tests.helpers.measured import freely, measuring
 from tests.helpers.models import NUM_SAMPLES, tiny_data, tiny_model, tiny_trainer
 from tests.helpers.pool import Pool
@@ -138,14 +139,21 @@ def about(trainer: Trainer) -> tuple[Any, ...]:
     return alive, {*threading.enumerate()}, hooks, [module.training for module in modules]
 
 
-@pytest.mark.parametrize("ask", [Trainer.evaluate, Trainer.predict])
-@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize(
+    ("is_own", "ask"),
+    [
+        (True, Trainer.evaluate),
+        (False, Trainer.predict),
+        slow(True, Trainer.predict),
+        slow(False, Trainer.evaluate),
+    ],
+)
 def test_an_evaluation_that_fails_leaves_nothing_behind_and_the_run_goes_on(
     is_own: bool, ask: Any
 ) -> None:
     # Workers had stayed until the trainer's `close`, or for as long as the error was held.
     damaged = Damaged(*tiny_data().tensors)
-    settings: dict[str, Any] = {"freeze": 2, "num_workers": 2, "global_batch_size": 8}
+    settings: dict[str, Any] = {"freeze": 2, "num_workers": 1, "global_batch_size": 8}
     own = {"eval_dataset": damaged, "evaluate_every_epochs": 0} if is_own else {}
     with tiny_trainer(**settings, **own) as trainer:
         trainer.step()

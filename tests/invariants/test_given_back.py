@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from freeze import FreezeDecision
@@ -52,10 +52,6 @@ def train_plainly(model: nn.Module) -> None:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:

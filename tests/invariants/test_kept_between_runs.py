@@ -34,7 +34,9 @@ def kept(folder: Path, **settings: Any) -> Mapping[str, Any]:
 NODES = dataclasses.replace(SHRINKING, slots_per_node=1)
 
 
-@pytest.mark.parametrize(("num_ranks", "scenario"), [(1, ALONE), (2, SHRINKING), slow(2, NODES)])
+@pytest.mark.parametrize(
+    ("num_ranks", "scenario"), [slow(1, ALONE), (2, SHRINKING), slow(2, NODES)]
+)
 def test_first_and_second_run_equal_a_run_without_a_cache_bit_by_bit(
     two_ranks: Pool, num_ranks: int, scenario: Scenario, tmp_path: Path
 ) -> None:

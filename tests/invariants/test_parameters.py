@@ -54,9 +54,10 @@ def test_channels_last_parameters_train_as_in_a_plain_loop(two_ranks: Pool, leng
     # steps, and differently so on each replica.
     job = Job(convolutions, images, fused_adamw, frozen=(0, 1, 0), settings={"epochs": 3})
     job = replace(job, settings={**job.settings, "pipeline_length": length})
-    for result in two_ranks.run(train, job):
-        assert_as_loop(replace(result, weights=loop(job).weights), loop(job))
-    assert_as_loop(two_ranks.run(train, job)[0], loop(job))
+    expected = loop(job)
+    first, second = two_ranks.run(train, job)
+    assert_as_loop(first, expected)
+    assert_as_loop(replace(second, weights=expected.weights), expected)
 
 
 def test_what_is_noted_on_parameters_moves_with_them(two_ranks: Pool) -> None:

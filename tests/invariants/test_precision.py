@@ -12,6 +12,7 @@ and 4.5e-3 away.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def assert_near(ours: Outcome, theirs: Outcome) -> None:
         torch.testing.assert_close(tensor, theirs.weights[name], rtol=0, atol=5e-3)
 
 
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("length", [slow(1), 2])
 def test_whole_batches_give_the_loop_s_bits(two_ranks: Pool, length: int) -> None:
     scenario = in_low_precision({0: Shape(length, 1)}, frozen=(0, 1, 2))
     ours = train(scenario) if length == 1 else merge(two_ranks.run(train, scenario))
@@ -87,7 +88,7 @@ def test_whole_batches_give_the_loop_s_bits(two_ranks: Pool, length: int) -> Non
 
 @pytest.mark.parametrize(
     "shape",
-    [slow(Shape(1, 1)), Shape(1, 3), Shape(2, 2, "gpipe"), slow(Shape(2, 3)), Shape(2, 4)],
+    [Shape(1, 3), Shape(2, 4), *map(slow, (Shape(1, 1), Shape(2, 2, "gpipe"), Shape(2, 3)))],
     ids=str,
 )
 def test_two_processes_train_as_the_loop_does(two_ranks: Pool, shape: Shape) -> None:
@@ -141,6 +142,7 @@ def test_cached_equals_uncached_bit_by_bit_across_a_freeze(
     assert_same_bits(with_cache, without)
 
 
+@functools.cache
 def rows(precision: str | None, cache_dtype: str | None = None) -> tuple[torch.dtype, int, int]:
     """Return how the cache stores hidden states, their bytes, and what it says it will take."""
     scenario = in_low_precision(
@@ -246,7 +248,7 @@ class SteepRoot(nn.Module):
         return hidden + (0 * hidden).abs().sqrt()
 
 
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", ["fp16", slow("bf16")])
 def test_a_loss_that_is_not_finite_ends_the_run_at_once(two_ranks: Pool, precision: str) -> None:
     x, y = tiny_data(dtype=torch.float32).tensors
     poisoned = TensorDataset(x.where(torch.arange(len(x))[:, None] != 3, float("nan")), y)
@@ -255,7 +257,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_once(two_ranks: Pool, precisi
     assert "it began in the data: 'x' of sample 3" in first
 
 
-@pytest.mark.parametrize(("precision", "step"), [("bf16", 0), ("fp16", 16)])
+@pytest.mark.parametrize(("precision", "step"), [slow("bf16", 0), ("fp16", 16)])
 def test_a_gradient_that_no_scale_makes_finite_ends_the_run(
     two_ranks: Pool, precision: str, step: int
 ) -> None:

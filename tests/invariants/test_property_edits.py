@@ -31,7 +31,7 @@ from tests.helpers.pool import Pool
 from tests.helpers.scenario import latest
 
 SEED = int(os.environ.get("EDIT_SEED", "1"))
-FEW_ROUNDS, NUM_ROUNDS, CASES_A_ROUND = 2, 100, 10
+FEW_ROUNDS, NUM_ROUNDS, CASES_A_ROUND = 1, 101, 10
 ROUND = round_of(CASES_A_ROUND, shrinks_if="EDIT_SHRINK")
 LOOKS = ("evaluate", "revisit", "average")
 KINDS = (*LOOKS, "edit", "edit", "relabel", "resample")

@@ -9,6 +9,7 @@ import pytest
 
 from freeze import FreezeContext, FreezeDecision, FreezePolicy, Replay
 from pipetransformer.report import read_decisions
+from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import plain
 from tests.helpers.pool import Pool
@@ -69,7 +70,7 @@ def truth() -> Outcome:
     return plain(Scenario({0: Shape(1, 2)}), trains=trains)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 3), Shape(2, 3, "gpipe")])
+@pytest.mark.parametrize("shape", [slow(Shape(1, 2)), Shape(2, 3), slow(Shape(2, 3, "gpipe"))])
 def test_layers_rest_as_in_a_plain_loop(two_ranks: Pool, truth: Outcome, shape: Shape) -> None:
     assert_equal(merge(two_ranks.run(fit, Scenario({0: shape}))), truth)
 

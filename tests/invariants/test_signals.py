@@ -19,6 +19,7 @@ from pipetransformer import Trainer
 from pipetransformer.elastic import read_looks
 from pipetransformer.report import read_decisions
 from tests.helpers.inspection import elastic_of
+from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never
 from tests.helpers.plain_scenario import mean_loss
 from tests.helpers.pool import Pool
@@ -199,7 +200,7 @@ def test_signals_are_a_plain_loop_s(tmp_path: Path, truth: Seen) -> None:
 @pytest.mark.parametrize(
     "shapes",
     [
-        {0: Shape(2, 3)},
+        slow({0: Shape(2, 3)}),
         # What was measured moves on with its layers within an interval.
         {0: Shape(1, 2), 4: Shape(2, 3, cuts=(2,)), 8: Shape(2, 2, cuts=(4,)), 12: Shape(1, 1)},
     ],
@@ -263,7 +264,7 @@ def test_frozen_layers_have_no_signals_and_the_others_go_on(
     assert_same_signals(ours, seen_in(alone))
 
 
-@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("resumes", [slow(False), True])
 def test_a_layer_that_thaws_is_compared_with_its_first_look(tmp_path: Path, resumes: bool) -> None:
     # Frozen at the start, it was in no look then: KeyError.
     scenario = Scenario({0: Shape(1, 2)}, frozen={0: 1, INTERVAL: 0})

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from pipetransformer import Callback, Trainer, attach
 from tests.helpers.any_models import BATCH_SIZE, KINDS, build, data, sgd
+from tests.helpers.marks import slow
 
 
 @contextmanager
@@ -42,7 +43,7 @@ class AtBegin(Callback):
         self.noted = len(self.calls)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "eva", *map(slow, sorted({*KINDS} - {"gpt2", "eva"}))])
 def test_a_recorded_model_s_forward_is_called_at_most_3_times_before_the_first_step(
     name: str,
 ) -> None:
@@ -59,7 +60,9 @@ def test_a_recorded_model_s_forward_is_called_at_most_3_times_before_the_first_s
     assert 1 <= callback.noted <= 3
 
 
-@pytest.mark.parametrize(("name", "most"), [("gpt2_classifier", 13), ("mpnet", 12), ("eva", 11)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("gpt2_classifier", 13), slow("mpnet", 12), slow("eva", 11)]
+)
 def test_a_loop_s_model_is_called_at_most_as_often_as_its_rows_are_looked_at(
     name: str, most: int
 ) -> None:

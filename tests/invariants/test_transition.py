@@ -121,7 +121,7 @@ def test_a_run_killed_within_a_transition_resumes_with_the_same_bits(
     assert_resumes_with_the_same_bits(two_ranks, tmp_path, scenario, fit_until_transition, 2)
 
 
-@pytest.mark.parametrize("pattern", ["*_weights-*", slow("*_optimizer-*"), "manifest.json"])
+@pytest.mark.parametrize("pattern", ["*_weights-*", slow("*_optimizer-*"), slow("manifest.json")])
 def test_a_run_whose_newest_checkpoint_went_bad_resumes_from_the_one_before(
     two_ranks: Pool, tmp_path: Path, pattern: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_damaged_journal_does_not_stop_a_resume(two_ranks: Pool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("saved_on", "length"), [(2, 2), slow(4, 4)])
-@pytest.mark.parametrize("resumed_on", [1, 2, 4])
+@pytest.mark.parametrize("resumed_on", [1, slow(2), 4])
 def test_a_run_resumes_within_an_epoch_on_any_number_of_processes(  # noqa: PLR0913
     two_ranks: Pool, four_ranks: Pool, tmp_path: Path, saved_on: int, length: int, resumed_on: int
 ) -> None:

@@ -64,7 +64,7 @@ def train(settings: dict[str, Any]) -> tuple[list[float], int]:
     [
         slow({"cache": False}),
         slow({"pipeline_length": 2, "micro_batches": 2}),
-        {"pipeline_length": 1},
+        slow({"pipeline_length": 1}),
         {"pipeline_length": 2, "micro_batches": 3, "cache_limit_bytes": 20_000},
         {"micro_batch_size": 2, "freeze_interval_steps": 3, "num_workers": 2},
     ],
@@ -236,7 +236,7 @@ def cached_and_not(
     return cached, hits, uncached
 
 
-@pytest.mark.parametrize("target_padding", [-1.0, -100.0])
+@pytest.mark.parametrize("target_padding", [-1.0, slow(-100.0)])
 def test_cached_targets_have_the_padding_that_collate_fn_gave_them(target_padding: float) -> None:
     # They were padded with -100, whatever the loss took for none.
     rows, collate = tagged(target_padding=target_padding)
