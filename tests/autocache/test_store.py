@@ -222,9 +222,7 @@ def test_the_file_is_gone_after_unlink_and_open_mappings_live_on(store: RowStore
         RowStore.open(store.path, LAYOUT, NUM_ROWS)
 
 
-def test_the_creator_removes_its_file_on_exit_and_another_process_does_not(
-    tmp_path: Path,
-) -> None:
+def test_the_creator_removes_its_file_on_exit_and_another_process_does_not(tmp_path: Path) -> None:
     with RowStore.create(tmp_path / "rows", LAYOUT, NUM_ROWS) as store:
         RowStore.open(store.path, LAYOUT, NUM_ROWS).close()
         assert store.path.exists()

@@ -56,12 +56,7 @@ def move_all(
 ) -> int:
     """Redistribute over the world of a pool."""
     return move_shards(
-        before,
-        after,
-        store,
-        group=group or dist.group.WORLD,
-        device=CPU,
-        slots_per_node=slots,
+        before, after, store, group=group or dist.group.WORLD, device=CPU, slots_per_node=slots
     )
 
 

@@ -55,15 +55,7 @@ def test_surplus_devices_are_left_out() -> None:
     assert GPipe(linears(2, 2), [1, 1], devices=names).devices == [torch.device("cpu")] * 2
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        torch.device("cpu"),
-        "cpu:0",
-        torch.device("cpu", 0),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0", torch.device("cpu", 0)])
 def test_devices_may_be_named_in_every_form(device: Any) -> None:
     model = GPipe(linears(2, 2), [1, 1], devices=[device, device], chunks=2)
     assert model(ramp(4, 2)).shape == (4, 2)

@@ -257,11 +257,7 @@ def read_notes(path: Path) -> list[str]:
 
 
 def start(
-    run: Run,
-    *,
-    num_slots: int = 2,
-    max_restarts: int = 0,
-    entry: Callable[..., None] = train,
+    run: Run, *, num_slots: int = 2, max_restarts: int = 0, entry: Callable[..., None] = train
 ) -> None:
     """Launch a run; check that it suffers every fault, recovers or ends in time after each, and
     leaves no process and no file behind."""

@@ -279,8 +279,7 @@ def check_with_static(pool: Pool, scenario: Scenario) -> None:
     """Hold a scenario against the invariants and against the run whose pipeline never changes."""
     outcome = check(pool, scenario)
     assert_equal(
-        outcome,
-        merge(pool.run(train, static(scenario, pool.num_ranks), timeout_s=LIMIT_S)),
+        outcome, merge(pool.run(train, static(scenario, pool.num_ranks), timeout_s=LIMIT_S))
     )
 
 

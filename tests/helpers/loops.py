@@ -118,10 +118,7 @@ def assert_as_loop(result: Result, reference: Result) -> None:
         torch.tensor(result.losses), torch.tensor(reference.losses), rtol=1e-7, atol=1e-9
     )
     assert result.weights.keys() == reference.weights.keys()
-    for mine, others in (
-        (result.weights, reference.weights),
-        (result.trained, reference.trained),
-    ):
+    for mine, others in ((result.weights, reference.weights), (result.trained, reference.trained)):
         for name, tensor in mine.items():
             allowed = 1e-9 + 1e-7 * float(others[name].abs().max())
             assert float((tensor - others[name]).abs().max()) <= allowed, name

@@ -47,9 +47,7 @@ def round_of(num_cases: int, *, shrinks_if: str) -> settings:
 
 @st.composite
 def cases(
-    draw: st.DrawFn,
-    odd_parts: tuple[str, ...] = ODD_PARTS,
-    num_ranks: tuple[int, ...] = NUM_RANKS,
+    draw: st.DrawFn, odd_parts: tuple[str, ...] = ODD_PARTS, num_ranks: tuple[int, ...] = NUM_RANKS
 ) -> Case:
     """Draw a model, and a run whose pipeline and frozen layers change at some steps."""
     odd = draw(st.sampled_from(odd_parts))

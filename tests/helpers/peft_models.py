@@ -26,12 +26,7 @@ NUM_SAMPLES, LENGTH = 8, 6
 FROZEN = (0, 1, 1, 2, 0)
 """Frozen layers by epoch: the cache is filled, read, deepened, and left at a thaw."""
 
-_WORDS = {
-    "vocab_size": 20,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+_WORDS = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _LLAMA = {
     **_WORDS,
     "hidden_size": 16,

@@ -86,9 +86,7 @@ def plain(
 
 
 def freeze_plainly(
-    layered: LayeredModel,
-    trainable: Mapping[str, nn.Parameter],
-    trains: Callable[[int], bool],
+    layered: LayeredModel, trainable: Mapping[str, nn.Parameter], trains: Callable[[int], bool]
 ) -> None:
     """Train the parameters of the layers that train, among those the user trains."""
     for index, sublayer in enumerate(layered.sublayers):

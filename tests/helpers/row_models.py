@@ -112,10 +112,7 @@ class TextModel(Model):
         self.divides, self.labels_at = divides, labels_at
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> Tensor:
         hidden = self.embed(input_ids)
         if self.divides:

@@ -50,14 +50,7 @@ def both(pool: Pool | None, shapes: Mapping[int, Shape], **options: Any) -> list
     return [run(pool, scenario(shapes, again=again, **options)) for again in (True, False)]
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        slow({0: Shape(1, 1)}),
-        {0: Shape(1, 3, "gpipe")},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shapes", [slow({0: Shape(1, 1)}), {0: Shape(1, 3, "gpipe")}], ids=str)
 def test_one_process_trains_the_same_bits_with_dropout_across_freezes(
     shapes: dict[int, Shape],
 ) -> None:

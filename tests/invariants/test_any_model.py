@@ -75,10 +75,7 @@ def assert_as_plain(name: str, ours: dict[str, Tensor]) -> None:
         assert float((tensor - theirs[key]).abs().max()) <= allowed, key
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "gpt2" else slow(name) for name in KINDS],
-)
+@pytest.mark.parametrize("name", [name if name == "gpt2" else slow(name) for name in KINDS])
 def test_two_stages_end_as_a_plain_loop(two_ranks: Pool, name: str) -> None:
     assert_as_plain(name, two_ranks.run(train, name, (2, 2), None)[0])
 

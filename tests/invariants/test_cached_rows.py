@@ -227,8 +227,7 @@ def tokens() -> TensorDataset:
 
 
 @pytest.mark.parametrize(
-    ("build", "make", "dtype"),
-    [(tiny_model, tiny_data, "float16"), (of_tokens, tokens, "int8")],
+    ("build", "make", "dtype"), [(tiny_model, tiny_data, "float16"), (of_tokens, tokens, "int8")]
 )
 def test_rounding_does_not_depend_on_whether_rows_are_kept(
     build: Callable[[], nn.Module], make: Callable[[], TensorDataset], dtype: str

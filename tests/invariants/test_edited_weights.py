@@ -149,10 +149,7 @@ def test_a_gpu_s_fingerprint_is_a_cpu_s() -> None:
 def edited(cache: bool) -> dict[str, Tensor]:
     """Change frozen weights in the middle of a run."""
     job = replace(TINY, frozen=(2,), settings={**TINY.settings, "epochs": 4, "cache": cache})
-    with (
-        measuring(freely),
-        make_trainer(job) as trainer,
-    ):
+    with measuring(freely), make_trainer(job) as trainer:
         while not trainer.is_over:
             if trainer.global_step == 9:
                 with torch.no_grad():

@@ -74,11 +74,7 @@ FROZEN, TRAINED = "1.inner.weight", "3.inner.weight"
 )
 @pytest.mark.parametrize(
     ("lengths", "ends", "num_steps"),
-    [
-        ({0: 1}, "evaluate", 6),
-        ({0: 1}, "fit", 8),
-        ({0: 1, 7: 2}, "fit", 7),
-    ],
+    [({0: 1}, "evaluate", 6), ({0: 1}, "fit", 8), ({0: 1, 7: 2}, "fit", 7)],
     ids=["evaluation", "epoch", "transition"],
 )
 def test_replicas_that_one_rank_has_changed_are_refused_on_all(

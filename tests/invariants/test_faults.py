@@ -212,12 +212,7 @@ def train_on_first_node(run: Run) -> None:
 
 def second_node(folder: str) -> None:
     """Be the launcher of the second node, on which a rank takes the whole node with it."""
-    launch(
-        train_on_node,
-        (nodes_run(Path(folder)), 1),
-        num_slots=SLOTS,
-        start_method="forkserver",
-    )
+    launch(train_on_node, (nodes_run(Path(folder)), 1), num_slots=SLOTS, start_method="forkserver")
 
 
 def nodes_run(folder: Path) -> Run:

@@ -17,13 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.forced import (
-    EPOCHS,
-    check,
-    check_dropout,
-    check_with_static,
-    scenarios,
-)
+from tests.helpers.forced import EPOCHS, check, check_dropout, check_with_static, scenarios
 from tests.helpers.measured import measuring, never
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import (

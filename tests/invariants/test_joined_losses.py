@@ -140,29 +140,6 @@ def test_ignored_targets_count_in_no_micro_batch_of_any_replica(two_ranks: Pool)
         check(outcomes[0], nn.CrossEntropyLoss, some_ignored())
 
 
-def test_a_sum_is_refused_before_anything_is_started() -> None:
-    # The sum over a micro-batch was taken for a mean, and weighted by the samples once more.
-    with pytest.raises(ValueError, match="CrossEntropyLoss has reduction='sum', .*'mean'"):
-        make_trainer(nn.CrossEntropyLoss(reduction="sum"), tiny_data())
-
-
-def column_model() -> nn.Sequential:
-    return nn.Sequential(*list(tiny_model())[:-1], nn.Linear(8, 1).double())
-
-
-def test_outputs_and_targets_that_would_be_broadcast_are_refused() -> None:
-    # A model's (N, 1) against targets of (N,) is a table of all against all, and its mean depends
-    # on which samples share a micro-batch.
-    x, y = tiny_data().tensors
-    with (
-        pytest.raises(ValueError, match=r"MSELoss would compare every sample with every other"),
-        Trainer(
-            column_model(), TensorDataset(x, y.double()), loss_fn=nn.MSELoss(), progress=False
-        ) as trainer,
-    ):
-        trainer.step()
-
-
 def own_loss(output: Tensor, target: Tensor) -> Tensor:
     """Ignore targets and say nothing of it."""
     return F.cross_entropy(output, target)

@@ -275,10 +275,7 @@ def weighted_by_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             {"build": lambda: around(Layer(counted_in_a_new_tensor, calls=torch.tensor(3)))},
             "'1' changes the tensor 'calls' of its Layer in every call",
         ),
-        (
-            {"loss_fn": weighted_by_output},
-            "the count of the loss's .* has a gradient",
-        ),
+        ({"loss_fn": weighted_by_output}, "the count of the loss's .* has a gradient"),
     ],
     ids=["list", "tensor", "new tensor", "count"],
 )

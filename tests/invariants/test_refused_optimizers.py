@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from tests.helpers.loops import TINY, Named, assert_as_loop, loop, make_trainer, sgd, train
-from tests.helpers.models import tiny_model
+from tests.helpers.loops import TINY, Named, assert_as_loop, loop, make_trainer, train
 
 
 def by_position(named: Named) -> Optimizer:
@@ -78,35 +76,10 @@ def test_optimizers_that_a_part_or_a_move_would_change_are_refused(
         make_trainer(replace(TINY, optimizer=optimizer))
 
 
-def test_sgd_is_still_as_good_as_any() -> None:
-    with make_trainer(replace(TINY, optimizer=sgd, build=tiny_model)) as trainer:
-        trainer.step()
-
-
 def test_an_optimizer_that_needs_a_closure_is_refused_at_the_start() -> None:
     # It ended within the first step, as "step() missing 1 required positional argument".
     with pytest.raises(ValueError, match=r"LBFGS cannot take a step .* needs no closure"):
         make_trainer(replace(TINY, optimizer=lambda named: LBFGS([p for _, p in named])))
-
-
-class LookAhead(SGD):
-    """Do more in every seventh step."""
-
-    _k = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        self._k += 1
-        if self._k % 7 == 0:
-            for group in self.param_groups:
-                torch._foreach_mul_(group["params"], 0.5)
-
-
-def test_an_optimizer_that_counts_in_a_private_attribute_is_refused() -> None:
-    # Six steps did not show it, and the count began anew at each freeze (loss off by 0.2).
-    job = replace(TINY, optimizer=lambda named: LookAhead([p for _, p in named], lr=0.1))
-    with pytest.raises(ValueError, match="LookAhead keeps the attribute '_k' beside the state"):
-        make_trainer(job)
 
 
 def slashed(named: Named) -> Optimizer:

@@ -25,13 +25,7 @@ from tests.helpers.plain_scenario import mean_loss
 from tests.helpers.pool import Pool
 from tests.helpers.scenario import Scenario, Shape, build_adamw, slow_start
 
-SIGNALS = (
-    "gradient_norm",
-    "accumulated_gradient",
-    "relative_update",
-    "probe_cka",
-    "probe_change",
-)
+SIGNALS = ("gradient_norm", "accumulated_gradient", "relative_update", "probe_cka", "probe_change")
 INTERVAL, PROBED = 4, 8
 SETTINGS: Mapping[str, Any] = {
     "freeze_interval_steps": INTERVAL,

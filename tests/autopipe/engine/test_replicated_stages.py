@@ -143,12 +143,7 @@ def test_processes_without_flushes_compute_what_threads_do(
 ) -> None:
     model = stage_model().double()
     pipeline = StashedPipeline(
-        model,
-        [2, 2, 2, 2],
-        optimizer=sgd,
-        devices=["cpu"] * 4,
-        chunks=CHUNKS,
-        versions=versions,
+        model, [2, 2, 2, 2], optimizer=sgd, devices=["cpu"] * 4, chunks=CHUNKS, versions=versions
     )
     loss_fn = partial(nn.functional.cross_entropy, reduction="sum")
     pipeline.train_on(batches(), lambda output, y: loss_fn(output, y) / len(y))

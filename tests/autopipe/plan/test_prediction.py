@@ -131,11 +131,7 @@ def test_rows_of_an_embedding_that_stay_zeros_are_updated_and_not_summed() -> No
     costs = {"optimizer_s_per_byte": 0.01, "all_reduce": sums(0.25, 100.0)}
     model = profile(sublayer(0, untouched_bytes=80.0), sublayer(1), **costs)
     plan = predict(
-        model,
-        request(2, global_batch=2),
-        boundaries=(0, 2),
-        num_micro_batches=1,
-        schedule="gpipe",
+        model, request(2, global_batch=2), boundaries=(0, 2), num_micro_batches=1, schedule="gpipe"
     )
     assert plan.predicted_step_s == 2 * 3.0 + (0.25 + 120 / 100.0) + 200 * 0.01
 
@@ -207,8 +203,7 @@ def test_the_samples_of_a_step_are_fetched_once_whatever_the_micro_batches() -> 
 
 
 @pytest.mark.parametrize(
-    ("read_s", "waits_s"),
-    [(0.0, 0.0), (7.0, 0.0), (9.0, 0.0), (9.5, 4.0), (20.0, 88.0)],
+    ("read_s", "waits_s"), [(0.0, 0.0), (7.0, 0.0), (9.0, 0.0), (9.5, 4.0), (20.0, 88.0)]
 )
 def test_rows_that_are_read_ahead_take_what_exceeds_the_rest_of_the_step(
     read_s: float, waits_s: float

@@ -109,9 +109,7 @@ def test_shared_memory_counts_once_and_parameters_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_bytes_sent_equal_the_formula_and_nothing_is_copied_on_one_device(
-    num_stages: int,
-) -> None:
+def test_bytes_sent_equal_the_formula_and_nothing_is_copied_on_one_device(num_stages: int) -> None:
     summary = traced_step((1,) * (num_stages - 1) + (5 - num_stages,), "1f1b", "never").summary()
     sent = sum(link.activation_bytes + link.gradient_bytes for link in summary.links)
     assert sent == (num_stages - 1) * 2 * SAMPLES * WIDTH * 8

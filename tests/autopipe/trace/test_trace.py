@@ -112,10 +112,7 @@ def test_spans_of_a_forward_that_fails_can_be_read(position: int) -> None:
     layers: list[nn.Module] = [nn.Tanh(), nn.Tanh(), nn.Tanh()]
     layers[position] = Failing()
     pipeline = GPipe(nn.Sequential(*layers), [1, 1, 1], chunks=CHUNKS)
-    with (
-        pytest.raises(ArithmeticError, match="as asked for"),
-        pipeline.trace() as trace,
-    ):
+    with pytest.raises(ArithmeticError, match="as asked for"), pipeline.trace() as trace:
         pipeline(batch()[0])
     ran = [span for span in trace.spans if span.is_compute]
     assert [s.label for s in ran if s.stage == position] == ["F0"]
