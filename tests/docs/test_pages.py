@@ -48,10 +48,7 @@ def printed(page: str) -> list[str]:
     "name", ["bert-on-glue", "vit-on-images", "lora-on-a-decoder", "your-own-policy"]
 )
 def test_a_tutorial_is_a_program_that_prints_what_it_says(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = f"docs/tutorials/{name}.md"
     monkeypatch.chdir(tmp_path)

@@ -157,10 +157,7 @@ def test_help_has_the_default_the_rule_and_the_meaning_of_every_setting() -> Non
         ),
         ({"micro_batch_size": 4, "micro_batches": 2}, "follows from the other: give one of them"),
         ({"micro_batch_size": 4, "plan": "published"}, "plan='published' chooses the micro-bat"),
-        (
-            {"warmup": 5},
-            "warmup is 5, but learning_rate_schedule is a function, which says it",
-        ),
+        ({"warmup": 5}, "warmup is 5, but learning_rate_schedule is a function, which says it"),
         (
             {"warmup": 5, "learning_rate_schedule": "constant"},
             "warmup is 5, but .*'constant' has none; choose 'constant_with_warmup'",

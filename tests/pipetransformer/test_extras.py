@@ -42,10 +42,7 @@ def test_every_package_is_in_the_extra_that_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("package", "model", "extra"),
-    [
-        ("timm", "vit_tiny_patch16_224", "vision"),
-        ("transformers", "bert-base", "text"),
-    ],
+    [("timm", "vit_tiny_patch16_224", "vision"), ("transformers", "bert-base", "text")],
 )
 def test_a_plan_names_the_extra_of_its_model(
     monkeypatch: pytest.MonkeyPatch,

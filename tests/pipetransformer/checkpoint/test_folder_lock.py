@@ -195,9 +195,7 @@ def test_a_link_that_others_put_in_a_file_s_place_is_refused_and_not_followed(
     assert not is_there or victim.read_text() == "theirs, without a newline"
 
 
-def test_a_link_in_the_place_of_a_file_that_is_replaced_is_replaced_itself(
-    tmp_path: Path,
-) -> None:
+def test_a_link_in_the_place_of_a_file_that_is_replaced_is_replaced_itself(tmp_path: Path) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "run"
     victim.write_text("theirs")
     places = ["launchers.json", "launchers.json.tmp", "checkpoints/latest.tmp"]

@@ -87,10 +87,7 @@ def test_records_without_checkpoints_are_not_said_to_be_continued(
     assert resumes(config(tmp_path, "auto"))
 
 
-RESTARTED = [
-    {"TORCHELASTIC_RESTART_COUNT": "1"},
-    {"PIPETRANSFORMER_RESTART_COUNT": "2"},
-]
+RESTARTED = [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"PIPETRANSFORMER_RESTART_COUNT": "2"}]
 
 
 @pytest.mark.parametrize("environment", RESTARTED, ids=str)
@@ -197,10 +194,7 @@ def begin(folder: Path, **other: Any) -> None:
     ("other", "said"),
     [
         ({"seed": 1}, r"had \{'seed': 0\}, but this run has \{'seed': 1\}"),
-        (
-            {"data": tiny_data(num_samples=12)},
-            r"had \{'num_samples': 26\}.*same seed and",
-        ),
+        ({"data": tiny_data(num_samples=12)}, r"had \{'num_samples': 26\}.*same seed and"),
         ({"optimizer": plain_sgd}, r"had \{'optimizer': .*AdamW'.*the same optimizer"),
         ({"model": tiny_model(num_blocks=2)}, "is of a model with the sublayers .*that was saved"),
     ],

@@ -90,9 +90,7 @@ def test_the_loop_with_kept_rows_trains_as_timm_s_own_model(expected: dict[str, 
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_the_loop_takes_the_trainer_s_samples_and_freezes_as_it_does(
-    tmp_path: Path,
-) -> None:
+def test_the_loop_takes_the_trainer_s_samples_and_freezes_as_it_does(tmp_path: Path) -> None:
     settings = DemoSettings(folder=str(tmp_path), epochs=20, seed=3)
     loop = Noted(build_model(10, seed=0), *scans())
     # Two steps an epoch, of which the second has fewer samples.

@@ -280,9 +280,7 @@ def enter_first_change() -> dict[str, Any]:
         return watch_entry(trainer, trainer.begin)
 
 
-def test_other_ranks_let_go_of_their_initial_weights_before_rank_0_s_come(
-    two_ranks: Pool,
-) -> None:
+def test_other_ranks_let_go_of_their_initial_weights_before_rank_0_s_come(two_ranks: Pool) -> None:
     mine, others = two_ranks.run(enter_first_change)
     assert mine["weights"] > 0
     assert others["weights"] == 0

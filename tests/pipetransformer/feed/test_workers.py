@@ -32,11 +32,7 @@ class Noisy:
             raise ValueError("sample 13 is damaged")
         if index == 14:
             os.kill(os.getpid(), signal.SIGKILL)
-        return {
-            "x": torch.rand(3) + np.random.rand() + index,
-            "y": index,
-            "pid": os.getpid(),
-        }
+        return {"x": torch.rand(3) + np.random.rand() + index, "y": index, "pid": os.getpid()}
 
 
 SAMPLES = Samples(Noisy(), Collation(("x", "y", "pid"), ("x",), ("y",)), seed=3)

@@ -149,9 +149,7 @@ class StopAt(TrainerCallback):  # type: ignore[misc]
         return control
 
 
-def test_transformers_own_early_stopping_ends_the_run_where_it_ends_theirs(
-    tmp_path: Path,
-) -> None:
+def test_transformers_own_early_stopping_ends_the_run_where_it_ends_theirs(tmp_path: Path) -> None:
     best = {
         "num_train_epochs": 12,
         "learning_rate": 0.05,

@@ -150,9 +150,7 @@ def test_two_processes_predict_without_labels_what_one_does(
         assert own == pytest.approx(loss, abs=1e-6)
 
 
-def test_samples_without_labels_are_evaluated_in_a_run_as_in_transformers(
-    tmp_path: Path,
-) -> None:
+def test_samples_without_labels_are_evaluated_in_a_run_as_in_transformers(tmp_path: Path) -> None:
     logged = []
     for kind in KINDS:
         given = {"eval_dataset": bare(6), "data_collator": None, "compute_metrics": None}

@@ -37,10 +37,7 @@ def train(kind: Any, task: str, folder: Path, resume: bool = False, **given: Any
         "weight_decay": 0.1,
     }
     trainer = kind(
-        model=model,
-        args=arguments(folder, **options),
-        train_dataset=samples_for(model),
-        **given,
+        model=model, args=arguments(folder, **options), train_dataset=samples_for(model), **given
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer

@@ -33,13 +33,7 @@ def trained_at(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "model",
-        "train_dataset",
-        "eval_dataset",
-        "data_collator",
-        "preprocess_logits_for_metrics",
-    ],
+    ["model", "train_dataset", "eval_dataset", "data_collator", "preprocess_logits_for_metrics"],
 )
 def test_what_is_changed_after_the_first_evaluation_is_refused(tmp_path: Path, name: str) -> None:
     with made(tmp_path, train_dataset=None) as trainer:

@@ -26,11 +26,7 @@ def run(freeze: Any, folder: Path, *, accumulates: int = 1) -> list[int]:
     schedule = LinearLR(optimizer, 1.0, 0.5, NUM_EPOCHS * 5)
     frozen: list[int] = []
     with attach(
-        model,
-        freeze=freeze,
-        optimizer=optimizer,
-        num_epochs=NUM_EPOCHS,
-        cache_folder=folder,
+        model, freeze=freeze, optimizer=optimizer, num_epochs=NUM_EPOCHS, cache_folder=folder
     ) as cached:
         for _ in range(NUM_EPOCHS):
             for number, batch in enumerate(cached.epoch(loader), 1):

@@ -368,8 +368,7 @@ def test_policies_in_lightning_see_the_peak_of_one_cycle(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("data", "further"),
-    [(Stream(), {"max_epochs": 2}), (None, {"max_epochs": -1})],
+    ("data", "further"), [(Stream(), {"max_epochs": 2}), (None, {"max_epochs": -1})]
 )
 def test_lightning_must_say_how_long_it_trains(
     tmp_path: Path, data: Any, further: dict[str, Any]

@@ -416,10 +416,7 @@ def test_an_image_edited_in_place_is_right_within_an_epoch_or_refused(
     assert_right_or_refused(story, caplog, is_late=True)
 
 
-@stories(
-    torch=edited(Items, correct_label),
-    numpy=edited(Items, correct_label, is_numpy=True),
-)
+@stories(torch=edited(Items, correct_label), numpy=edited(Items, correct_label, is_numpy=True))
 def test_a_label_corrected_at_an_unknown_place_is_right_or_refused(
     story: Story, caplog: Caplog
 ) -> None:

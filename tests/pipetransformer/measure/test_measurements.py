@@ -68,13 +68,7 @@ def test_measuring_leaves_no_hook_behind() -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "sizes"),
-    [
-        (1, (1,)),
-        (2, (1, 2)),
-        (6, (1, 6)),
-        (32, (2, 8, 32)),
-        (4096, (256, 1024, 4096)),
-    ],
+    [(1, (1,)), (2, (1, 2)), (6, (1, 6)), (32, (2, 8, 32)), (4096, (256, 1024, 4096))],
 )
 def test_sizes_to_measure_are_quarters_of_the_batch(
     batch_size: int, sizes: tuple[int, ...]

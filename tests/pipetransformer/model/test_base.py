@@ -180,8 +180,7 @@ def test_unknown_models_are_refused_until_registered(monkeypatch: pytest.MonkeyP
     model = Tied()
     model.classifier.weight = nn.Parameter(torch.zeros(7, 4))
     with pytest.raises(
-        TypeError,
-        match="knows a .*Tied without samples: .* or call register_adapter",
+        TypeError, match="knows a .*Tied without samples: .* or call register_adapter"
     ):
         adapt(model)
     register_adapter(

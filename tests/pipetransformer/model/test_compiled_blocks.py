@@ -70,10 +70,7 @@ def compiled(layered: LayeredModel, backend: str = "aot_eager") -> CompiledBlock
 
 @pytest.mark.parametrize(
     ("build", "backend", "num_kinds"),
-    [
-        (bert, "eager", 2),
-        (gpt2, "aot_eager", 1),
-    ],
+    [(bert, "eager", 2), (gpt2, "aot_eager", 1)],
     ids=["bert", "gpt2"],
 )
 @pytest.mark.slow

@@ -165,9 +165,7 @@ def rates(model: nn.Module, groups: list[dict[str, Any]], key: str = "lr") -> di
 
 
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2, "pre_norm": True}])
-def test_rates_of_a_vit_are_timm_s_but_for_its_last_norm(
-    options: dict[str, Any],
-) -> None:
+def test_rates_of_a_vit_are_timm_s_but_for_its_last_norm(options: dict[str, Any]) -> None:
     model = timm_vit(depth=5, **options)
     factory = decay_by_layer(adamw(0.2, weight_decay=0.3), adapt(model), 0.75)
     ours = factory(list(model.named_parameters())).param_groups

@@ -36,9 +36,7 @@ PROMPTS = ("prompt", "p-tuning")
 """They train in layer 0 alone: with it frozen, a loop would have nothing to train."""
 
 IN_ONE_PROCESS = ["lora of timm", "dora", "lora in BERT", "prompt of BERT", "two adapters"]
-IN_A_PIPELINE = [
-    *("lora of GPT-2", "p-tuning", "lora of words and head"),
-]
+IN_A_PIPELINE = [*("lora of GPT-2", "p-tuning", "lora of words and head")]
 
 
 def some(fast: list[str]) -> list[Any]:

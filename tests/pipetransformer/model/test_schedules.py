@@ -74,11 +74,7 @@ def test_a_run_takes_a_name_with_the_optimizer_s_learning_rate() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "cosin",
-            {},
-            r"learning_rate_schedule is 'cosin'; choose one of 'linear', .*, or a func",
-        ),
+        ("cosin", {}, r"learning_rate_schedule is 'cosin'; choose one of 'linear', .*, or a func"),
         ("reduce_lr_on_plateau", {}, r"follows a metric, but here the rate is a function of the"),
         ("greedy", {}, r"is 'greedy', which follows a metric"),
         (

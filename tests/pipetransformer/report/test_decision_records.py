@@ -235,9 +235,7 @@ def test_layers_that_rest_are_told() -> None:
     assert "keep: would have 0 frozen and [3] resting: the other one trains" in shadowed[2]
 
 
-def test_a_run_is_reported_with_what_its_shadow_would_have_done(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_reported_with_what_its_shadow_would_have_done(tmp_path: Path) -> None:
     with tiny_trainer(
         freeze=Shadow(FreezeSchedule([0, 1])),
         folder=tmp_path,

@@ -321,9 +321,7 @@ def test_what_is_kept_of_outputs_may_be_less(
 ) -> None:
     run = pools(request, length * replicas)
     for found, whole in zip(
-        run(reduced, length, likeliest),
-        found_by(request, length, replicas, "tiny"),
-        strict=True,
+        run(reduced, length, likeliest), found_by(request, length, replicas, "tiny"), strict=True
     ):
         np.testing.assert_array_equal(found.predictions, whole.predictions.argmax(-1))
         np.testing.assert_array_equal(found.label_ids, whole.label_ids)
