@@ -178,8 +178,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         lock_folder(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("name", ["lock", "journal.jsonl", "records.jsonl"])
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_there"), [("lock", True), ("journal.jsonl", False), ("records.jsonl", True)]
+)
 def test_a_link_that_others_put_in_a_file_s_place_is_refused_and_not_followed(
     tmp_path: Path, name: str, is_there: bool
 ) -> None:
@@ -213,8 +214,7 @@ def saved_steps(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.glob("step-*"))
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "best"])
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize(("name", "is_there"), [("checkpoints", True), ("best", False)])
 def test_a_link_in_the_place_of_a_folder_of_weights_is_refused(
     tmp_path: Path, name: str, is_there: bool
 ) -> None:

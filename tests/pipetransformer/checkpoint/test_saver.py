@@ -259,13 +259,12 @@ def save_four_times(directory: Path, failing_rank: int, how: str) -> tuple[list[
     return warnings.texts, saved.num_bytes
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "cause"),
+    ("failing_rank", "how", "cause"),
     [
-        ("full", "No space left on device"),
-        ("limit", "File too large"),
-        ("memory", "no 1216 bytes of host memory: DefaultCPUAllocator"),
+        (0, "full", "No space left on device"),
+        (1, "limit", "File too large"),
+        (1, "memory", "no 1216 bytes of host memory: DefaultCPUAllocator"),
     ],
 )
 def test_a_full_disk_or_memory_on_one_rank_costs_that_checkpoint_and_is_told_once(

@@ -42,7 +42,6 @@ def warnings_of(dropout: float, settings: dict[str, Any]) -> list[str]:
     ("dropout", "settings", "expected"),
     [
         (0.3, {}, 1),
-        (0.0, {}, 0),
         (0.3, {"micro_batch_size": 2}, 0),
         (0.3, {"pipeline_length": 2, "micro_batches": 2}, 0),
     ],

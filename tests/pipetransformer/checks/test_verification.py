@@ -19,10 +19,12 @@ from tests.helpers.adapted import MODELS, batch_for, classifier, targets_for, ti
 from tests.helpers.any_models import KINDS, build, data, sgd
 from tests.helpers.inspection import task_of
 from tests.helpers.loops import TINY, Job, Result, loop, make_trainer
+from tests.helpers.marks import slow
 from tests.helpers.models import Entries, tiny_data, tiny_model
 from tests.helpers.pool import Pool
 from tests.helpers.unusual import Bounded, Running, decay_by_note, dropping, noted_model, repeated
 
+QUICK = ("timm", "bert_sdpa", "modernbert", "distilbert_tokens")
 UNSEEN = ["float64", "float64", ""]
 """What rank 0 says that has found nothing in float64."""
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64))
@@ -33,7 +35,10 @@ def batch_with_targets(model: nn.Module) -> dict[str, Tensor]:
     return {**batch_for(model), **targets_for(model)}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "sequential"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else slow(name) for name in MODELS if name != "sequential"],
+)
 def test_every_adapter_s_model_passes(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -63,7 +68,7 @@ def verify(job: Job) -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("build", [tiny_model, dropping, repeated])
+@pytest.mark.parametrize("build", [dropping, repeated])
 def test_what_trains_rightly_passes_on_every_rank(two_ranks: Pool, build: Any) -> None:
     for found in two_ranks.run(verify, replace(TINY, build=build)):
         assert found.startswith("Verification(dtype='float64', num_samples=4")

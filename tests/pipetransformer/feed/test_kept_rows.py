@@ -115,21 +115,8 @@ def one_weight(model: nn.Module) -> None:
         model.get_parameter(BLOCK).view(-1)[7] += 1e-3
 
 
-def last_block_below(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.get_parameter("transformer.h.0.ln_1.bias")[0] += 1e-9
-
-
 def epsilon(model: nn.Module) -> None:
     model.get_submodule("transformer.h.1.ln_2").eps = 1e-4  # type: ignore[assignment]
-
-
-def activation(model: nn.Module) -> None:
-    model.get_submodule("transformer.h.0.mlp").act = nn.ReLU()
-
-
-def scale(model: nn.Module) -> None:
-    model.config.scale_attn_weights = False  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +124,7 @@ def scale(model: nn.Module) -> None:
     [
         (head_only, NUM_SAMPLES),
         (one_weight, 0),
-        (last_block_below, 0),
         (epsilon, 0),
-        (activation, 0),
-        (scale, 0),
     ],
 )
 def test_what_changes_frozen_layers_changes_rows_and_nothing_else_does(
@@ -158,9 +142,7 @@ def test_what_changes_frozen_layers_changes_rows_and_nothing_else_does(
     ("settings", "hits"),
     [
         ({"seed": 5}, NUM_SAMPLES),
-        ({"batch_size": 2}, NUM_SAMPLES),
         ({"prefix_chunk": 2}, 0),
-        ({"cache_dtype": "bfloat16"}, 0),
         ({"cache_fingerprint": "words-v1"}, 0),
     ],
 )

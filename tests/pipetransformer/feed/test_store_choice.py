@@ -188,11 +188,10 @@ def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, 
 @pytest.mark.parametrize(
     ("build", "data", "settings"),
     [
-        (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss()}),
         (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss(), "cache_limit_bytes": 1600}),
         (sentences_classifier, Sentences, {}),
     ],
-    ids=["all rows", "some rows", "short sentences"],
+    ids=["some rows", "short sentences"],
 )
 def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
     room: list[int], build: Any, data: Any, settings: dict[str, Any]

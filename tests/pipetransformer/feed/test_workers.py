@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from freeze import FreezeContext, FreezeDecision
 from pipetransformer.feed import Batch, Collation, ForeseenSamples, Request, Samples
 from pipetransformer.feed.fetch_forecast import Fetch, Follower, with_later
+from tests.helpers.marks import slow
 from tests.helpers.models import tiny_data, tiny_trainer
 
 
@@ -203,9 +204,8 @@ EPOCHS = 6
 @pytest.mark.parametrize(
     ("global_batch_size", "settings", "frozen"),
     [
-        (10, {}, {0: 2}),
         (7, {}, {0: 0, 9: 2}),
-        (8, {"cache_limit_bytes": 20_000}, {0: 2}),
+        slow(8, {"cache_limit_bytes": 20_000}, {0: 2}),
         (10, {"prefix_chunk": 16}, {0: 0, 2: 1, 4: 2, 9: 3}),
     ],
 )

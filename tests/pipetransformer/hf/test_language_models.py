@@ -101,8 +101,6 @@ def run(kind: Any, model: Any, folder: Path, data: Any, **given: Any) -> Run:
     [
         pytest.param(gpt2, PLAIN, False, id="gpt2"),
         pytest.param(gpt2, ACCUMULATED, True, id="gpt2, cut and accumulated"),
-        pytest.param(gpt2, SMOOTHED, True, id="gpt2, cut and smoothed"),
-        pytest.param(llama, ACCUMULATED, True, id="llama, cut and accumulated"),
         pytest.param(llama, SMOOTHED, True, id="llama, cut and smoothed"),
         pytest.param(lambda: MODELS["lora of GPT-2"]().float(), PLAIN, True, id="lora of gpt2"),
         pytest.param(lambda: MODELS["prompt"]().float(), PLAIN, False, id="prompt of llama"),

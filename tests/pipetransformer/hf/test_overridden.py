@@ -28,6 +28,7 @@ from tests.helpers.hf_runs import (
     questions,
     rows,
 )
+from tests.helpers.marks import slow
 from tests.helpers.pool import Pool
 
 
@@ -39,7 +40,7 @@ class Heard(TrainerCallback):  # type: ignore[misc]
         self.metrics.append(numbers(facts["metrics"]))
 
 
-@pytest.mark.parametrize("strategy", ["no", "epoch", "steps"])
+@pytest.mark.parametrize("strategy", ["no", slow("epoch"), "steps"])
 def test_a_question_answering_trainer_answers_as_with_transformers(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -100,8 +101,9 @@ def test_two_processes_train_and_answer_as_one_with_the_batch_of_both(
     assert [one for one in second if "loss" in one] == [one for one in first if "loss" in one]
 
 
-@pytest.mark.parametrize("asked", ["evaluate", "predict"])
-@pytest.mark.parametrize("freeze", [None, FreezeSchedule([1])], ids=["plain", "frozen"])
+@pytest.mark.parametrize(
+    ("asked", "freeze"), [("evaluate", FreezeSchedule([1])), ("predict", None)]
+)
 def test_answers_alone_need_no_labels_at_all(tmp_path: Path, asked: str, freeze: Any) -> None:
     results = []
     for kind in KINDS:
@@ -163,7 +165,7 @@ def test_samples_without_labels_are_evaluated_in_a_run_as_in_transformers(tmp_pa
     assert logged[0] == logged[1]
 
 
-@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("when", ["between", "after"])
 def test_metrics_that_are_assigned_later_are_computed(tmp_path: Path, when: str) -> None:
     results = []
     for kind in KINDS:

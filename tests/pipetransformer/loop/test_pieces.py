@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import freeze as freezing
 from pipetransformer import FreezeCallback, attach
 from pipetransformer.loop.pieces import Pieces, SampleRows, order_of_rows
+from tests.helpers.marks import slow
 from tests.helpers.row_models import (
     DEPTH,
     NUM_SAMPLES,
@@ -163,13 +164,11 @@ IMAGES = Story(partial(Model, embed=patches), three_images, triplet_of_images)
 
 @served(
     padded_by_column=(SIAMESE, 2),
-    one_length=(replace(SIAMESE, loader=FIXED), 2),
     a_length_for_each=(replace(SIAMESE, loader=UNEQUAL), 2),
     names=(replace(SIAMESE, loss=by_names, loader={"collate_fn": named}), 2),
     a_common_mask=(Story(MaskedModel, of_one_length, with_one_mask), 2),
     triplets=(TRIPLET, 3),
     triplets_of_images=(IMAGES, 3),
-    workers=(replace(SIAMESE, loader={"collate_fn": of_columns, "num_workers": 2}), 2),
     chunks=(replace(SIAMESE, loss=gradient_cached), 2),
     batches_that_are_looked_at=(
         replace(SIAMESE, loss=noting(loss=cosine)), 2),
@@ -286,8 +285,7 @@ def answers(loop: Loop, batch: Any) -> Tensor:
     pairs=(PAIRS, 2),
     a_reference=(replace(PREFERRED, loss=with_a_reference), 2),
     two_forwards=(replace(PREFERRED, loss=in_two_forwards), 2),
-    workers=(replace(PREFERRED, loader={"collate_fn": preferred, "num_workers": 2}), 2),
-    looked_at=(replace(PREFERRED, loss=noting(loss=reward)), 2),
+    workers=(replace(PREFERRED, loader={"collate_fn": preferred, "num_workers": 1}), 2),
     pairs_looked_at=(replace(PAIRS, loss=noting(loss=reward_of_pairs)), 2),
     query_and_answers=(
         Story(MaskedModel, partial(sentences, 3), answers,
@@ -380,7 +378,6 @@ NORMED = partial(Model, Block, Block, Block, block_with(BatchNorm), embed=patche
     a_corrected_label=(replace(PAIR, edit=correct_a_label, edit_epoch=2, num_epochs=4), 2),
     an_edited_column=(replace(PAIR, edit=edit_a_column, num_epochs=4), 2),
     losses_added_up=(replace(PAIR, model=NORMED, loss=added_up), 2),
-    another_batch_size=(replace(PAIR, loader={"batch_size": 5}), 2),
     rows_in_another_order=(replace(PREFERRED, loss=permuted_pairs), 2),
     rows_of_two_batches=(
         replace(PREFERRED, loss=joined_batches, num_epochs=4,
@@ -436,8 +433,11 @@ def trained(
     return loop.numbers, loop.tensors(), hits
 
 
-@pytest.mark.parametrize("story", [SIAMESE, PREFERRED, PAIRS], ids=["columns", "blocks", "pairs"])
-@pytest.mark.parametrize("freeze", [[0, 1, 2, 2], [1, 1, 3, 3]])
+@pytest.mark.parametrize(
+    ("story", "freeze"),
+    [(SIAMESE, [0, 1, 2, 2]), (PREFERRED, [1, 1, 3, 3]), (PAIRS, [0, 1, 2, 2])],
+    ids=["columns", "blocks", "pairs"],
+)
 def test_rows_of_pieces_grow_deeper(story: Story, freeze: list[int]) -> None:
     numbers, weights, _ = trained(story, freeze, attached=False)
     ours, own, hits = trained(story, freeze, attached=True)
@@ -505,7 +505,7 @@ class OfColumns(transformers.Trainer):
         return F.mse_loss(torch.cosine_similarity(*found), inputs["labels"])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [slow(0), 1])
 def test_columns_are_served_in_others_trainers(num_workers: int, tmp_path: Path) -> None:
     def run(callback: FreezeCallback) -> dict[str, Tensor]:
         transformers.set_seed(0)

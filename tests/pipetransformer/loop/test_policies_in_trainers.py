@@ -156,9 +156,7 @@ def test_a_callback_that_was_used_begins_anew_in_another_run(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("further", "expected"),
     [
-        ({"num_train_epochs": 1.5}, [0] * 7 + [1] * 5),
         ({"max_steps": 10}, [0] * 7 + [1] * 3),
-        ({"max_steps": 5}, [0] * 5),
         ({"num_train_epochs": 2, "gradient_accumulation_steps": 3}, [0, 0, 1, 1, 1, 2]),
     ],
 )
@@ -200,13 +198,12 @@ def test_policies_in_transformers_see_the_optimizer_s_own_peak(
     assert [one.peak_learning_rate for one in seen] == [1e-2 if one_cycle else 1e-3] * 2
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_what_is_skipped_in_transformers_is_no_update(tmp_path: Path, optim: str) -> None:
+def test_what_is_skipped_in_transformers_is_no_update(tmp_path: Path) -> None:
     model = bert()
     callback = FreezeCallback(two_by_step_four, every_steps=1, dry_run=True)
     spoil_second(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    further = {"scaler": scaler, "max_steps": 3, "max_grad_norm": 0.0, "optim": optim}
+    further = {"scaler": scaler, "max_steps": 3, "max_grad_norm": 0.0}
     train(tmp_path, [callback], model, **further)
     assert [one.updates[0] is None for one in callback.advice.looks[1:]] == [False, True, False]
 

@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -141,14 +142,16 @@ def freeze_bottom(model: nn.Module, kind: str, num_layers: int) -> None:
 
 
 KINDS = ("timm", "dinov2", *TEXT_MODELS)
-WHOLE_KINDS = ("timm", "classification")
-"""What also trains whole on each rank where slow tests are left out; all are cut in two there."""
+QUICK = {
+    (1, "classification"),
+    *((2, kind) for kind in ("timm", "dinov2", "tokens", "modernbert")),
+}
+"""What trains where slow tests are left out; `test_adapters` holds the cut of each family."""
 
 
 @pytest.mark.parametrize(
     ("length", "kind"),
-    [(1, kind) if kind in WHOLE_KINDS else slow(1, kind) for kind in KINDS]
-    + [(2, kind) for kind in KINDS],
+    [case if case in QUICK else slow(*case) for case in itertools.product((1, 2), KINDS)],
 )
 def test_every_parameter_ends_as_in_a_plain_loop(two_ranks: Pool, kind: str, length: int) -> None:
     ours, theirs = two_ranks.run(train, kind, length)[0], plain(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,12 @@ from pipetransformer.model import LossScale, Task
 from pipetransformer.model.precision import GROWTH_INTERVAL_STEPS
 from pipetransformer.model.registry import adapt
 from tests.helpers.adapted import MODELS, batch_for, targets_for
+from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never
 from tests.helpers.models import Entries, tiny_data, tiny_model, tiny_trainer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+QUICK = {("timm", "fp16"), ("bert_tokens", "bf16"), ("distilbert_tokens", "fp16")}
 
 
 def tiny() -> LayeredModel:
@@ -97,8 +100,14 @@ def train(model: nn.Module | LayeredModel, data: Any, **settings: Any) -> Traine
         return trainer
 
 
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "sequential"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name) if (kind, name) in QUICK else slow(kind, name)
+        for kind, name in itertools.product(MODELS, DTYPES)
+        if kind != "sequential"
+    ],
+)
 def test_models_of_every_adapter_train(kind: str, name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]()

@@ -103,7 +103,7 @@ def fail(folder: str, how: str) -> None:
             "forkserver",
             r"^rank 1 of 2 \(process \d+\) was killed by SIGKILL; .*resume='auto'",
         ),
-        (
+        slow(
             "40",
             "forkserver",
             r"^rank 1 of 2 \(process \d+\) was killed by signal 40; .*resume='auto'",

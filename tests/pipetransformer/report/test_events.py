@@ -20,6 +20,7 @@ from pipetransformer import (
     StepResult,
     Trainer,
 )
+from tests.helpers.marks import slow
 from tests.helpers.models import tiny_data, tiny_model
 from tests.helpers.pool import Pool
 
@@ -137,10 +138,10 @@ def failure_of(event: str, rank: int, folder: Path) -> list[Any]:
     ("event", "rank", "num_steps"),
     [
         ("on_train_begin", 1, 0),
-        ("on_transition", 0, 0),
-        ("on_freeze", 1, 3),
+        slow("on_transition", 0, 0),
+        slow("on_freeze", 1, 3),
         ("on_step_end", 1, 1),
-        ("on_evaluate", 1, 3),
+        slow("on_evaluate", 1, 3),
         ("on_train_end", 0, 6),
     ],
 )
@@ -202,7 +203,7 @@ def whole(two_ranks: Pool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("event", "at_step"), [("on_step_end", 2), ("on_evaluate", 3), ("on_transition", 3)]
+    ("event", "at_step"), [slow("on_step_end", 2), ("on_evaluate", 3), ("on_transition", 3)]
 )
 def test_stop_on_one_rank_ends_all_after_the_step_and_a_resume_goes_on(
     two_ranks: Pool, tmp_path: Path, whole: dict[str, Tensor], event: str, at_step: int

@@ -35,6 +35,7 @@ from pipetransformer import PlanSituation, fastest_plan
 from pipetransformer.cli import main
 from pipetransformer.report import read_decisions, recorded_score, score
 from pipetransformer.report import records as decisions_module
+from tests.helpers.marks import slow
 from tests.helpers.models import tiny_model, tiny_trainer
 
 ALL = ("accumulated_gradient", "relative_update", "probe_change", "probe_cka")
@@ -67,7 +68,9 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [n if n in ("paper", "auto", "plasticity") else slow(n) for n in POLICIES]
+)
 def test_a_run_s_own_policy_scores_as_the_run(tmp_path: Path, name: str) -> None:
     train(tmp_path, POLICIES[name]())
     decisions = read_decisions(tmp_path)

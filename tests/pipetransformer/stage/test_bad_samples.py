@@ -13,6 +13,7 @@ from transformers import BertForSequenceClassification, GPT2ForSequenceClassific
 from pipetransformer import Trainer
 
 _NUM, _BAD = 32, 21
+BERT, GPT2 = BertForSequenceClassification, GPT2ForSequenceClassification
 
 
 class Items:
@@ -65,18 +66,19 @@ def test_a_bad_sample_in_the_middle_of_a_run_is_named(
         run(Items(bad))
 
 
-@pytest.mark.parametrize("places", [[0], [3], [16], range(8)])
 @pytest.mark.parametrize(
-    ("name", "value", "text"),
+    ("build", "places", "name", "value", "text"),
     [
-        ("labels", torch.tensor(5), r"has the label 5, but the model has num_labels=2 classes"),
-        ("labels", torch.tensor(1.0), r"has the label 1, a float32, .* num_labels=2 .* int64"),
-        ("labels", None, r"lacks \['labels'\]|\] lack the entry 'labels'"),
-        ("input_ids", torch.ones(9, dtype=torch.long), "has 9 tokens, .* positions for 8: tok"),
-        ("input_ids", torch.full((6,), 50), "has tokens from 50 to 50, .* knows 0 to 19: take"),
+        (BERT, [0], "labels", torch.tensor(5), "has the label 5, .* num_labels=2 classes"),
+        (GPT2, [16], "labels", torch.tensor(5), "has the label 5, .* num_labels=2 classes"),
+        (BERT, [3], "labels", torch.tensor(1.0), "has the label 1, a float32, .* int64"),
+        (GPT2, [3], "labels", None, r"lacks \['labels'\]|\] lack the entry 'labels'"),
+        (GPT2, range(8), "input_ids", torch.ones(9).long(), "has 9 tokens, .* positions for 8"),
+        (BERT, [16], "input_ids", torch.ones(9).long(), "has 9 tokens, .* positions for 8: tok"),
+        (BERT, range(8), "input_ids", torch.full((6,), 50), "has tokens from 50 to 50"),
+        (GPT2, [0], "input_ids", torch.full((6,), 50), "has tokens from 50 to 50"),
     ],
 )
-@pytest.mark.parametrize("build", [BertForSequenceClassification, GPT2ForSequenceClassification])
 def test_a_text_or_a_label_outside_of_the_model_is_named_wherever_it_stands(
     build: Any, name: str, value: Any, text: str, places: Sequence[int]
 ) -> None:
