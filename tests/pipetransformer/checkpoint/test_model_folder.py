@@ -106,20 +106,6 @@ def test_transformers_loads_what_a_run_saves_and_what_is_exported(
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-def test_timm_creates_the_model_from_the_folder(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit", num_classes=3)
-    images = torch.randn(4, 3, 160, 160)
-    data = TensorDataset(images, torch.arange(4) % 3)
-    with tiny_trainer(model, data) as trainer:
-        trainer.step()
-        trainer.save_pretrained(tmp_path)
-        expected = trainer.predict(data).predictions
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    with torch.no_grad():
-        np.testing.assert_allclose(loaded(images).numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_timm_creates_the_model_of_an_exported_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,6 @@ from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig
 from pipetransformer.model import NamedParameters
 from pipetransformer.processes.world import connect
-from tests.helpers.loops import TINY, fused_adamw, make_trainer
 from tests.helpers.models import tiny_data, tiny_model
 from tests.helpers.pool import Pool
 from tests.pipetransformer.checkpoint.test_resume import save
@@ -46,19 +44,6 @@ def test_resume_true_insists_on_a_checkpoint(tmp_path: Path, content: list[str])
         resumes(config(tmp_path, True))
     save(tmp_path / "checkpoints", 10)
     assert resumes(config(tmp_path, True))
-
-
-def test_the_trainer_refuses_before_anything_is_started(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no checkpoint to continue"):
-        Trainer(
-            tiny_model(),
-            tiny_data(),
-            loss_fn=nn.CrossEntropyLoss(),
-            folder=tmp_path / "new",
-            checkpoint_every_epochs=1,
-            resume=True,
-        )
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_with_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
@@ -252,19 +237,3 @@ def test_processes_that_are_started_again_because_another_node_s_failed_continue
     note_launchers(tmp_path, connect("cpu", timeout_s=60.0))
     (tmp_path / "journal.jsonl").touch()
     assert resumes(config)
-
-
-def test_another_optimizer_is_refused_on_resume(tmp_path: Path) -> None:
-    # SGD went on with AdamW's leftovers; AdamW after SGD ended in a KeyError of 'exp_avg'.
-    saves = {**TINY.settings, "folder": tmp_path, "checkpoint_every_epochs": 1}
-    job = replace(TINY, settings=saves)
-    with make_trainer(job) as trainer:
-        trainer.fit()
-    resumes = {"resume": "auto", "epochs": 3}
-    with (
-        make_trainer(replace(job, optimizer=fused_adamw), **resumes) as trainer,
-        pytest.raises(ValueError, match=r"saved with .*torch.optim.sgd.SGD.* has .*AdamW"),
-    ):
-        trainer.fit()
-    with make_trainer(job, **resumes) as trainer:
-        trainer.fit()

@@ -95,9 +95,3 @@ def test_a_run_that_is_to_be_replaced_is_not_continued(
     save(tmp_path / "checkpoints", 20)
     config = TrainConfig(folder=tmp_path, checkpoint_every_epochs=1, resume=resume)
     assert resumes(config) is expected
-
-
-def test_a_run_without_checkpoints_may_replace_one() -> None:
-    assert TrainConfig(folder="runs/any", resume="replace").resume == "replace"
-    with pytest.raises(ValueError, match="resume is 'new'.*'auto' or 'replace'"):
-        TrainConfig(folder="runs/any", resume="new")  # type: ignore[arg-type]
