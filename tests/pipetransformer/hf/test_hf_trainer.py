@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from pipetransformer import CallbackError, FreezeSchedule
 from pipetransformer.hf import Trainer, evaluations
@@ -41,7 +41,6 @@ def run(folder: Path, kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"max_steps": 5, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1},
         {"num_train_epochs": 1.5, "label_smoothing_factor": 0.1, "optim": "sgd"},
         {"eval_strategy": "steps", "eval_steps": 3, "data_seed": 11, "logging_steps": 2},
@@ -67,41 +66,6 @@ def test_losses_metrics_and_predictions_are_those_of_transformers(
     np.testing.assert_allclose(ours["predictions"], theirs["predictions"], atol=1e-4)
     np.testing.assert_array_equal(ours["labels"], theirs["labels"])
     assert ours["test"].keys() == theirs["test"].keys()
-
-
-def two_processes(folder: Path) -> list[float]:
-    with made(folder, options={"per_device_train_batch_size": 4}) as trainer:
-        trainer.train()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-@pytest.mark.slow
-def test_two_processes_log_the_losses_of_one_with_the_batch_of_both(
-    two_ranks: Pool, tmp_path: Path
-) -> None:
-    with made(tmp_path / "one") as trainer:
-        trainer.train()
-        expected = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    for losses in two_ranks.run(two_processes, tmp_path / "two"):
-        assert losses == pytest.approx(expected, abs=1e-4)
-
-
-def test_only_the_freeze_argument_is_needed_to_freeze(tmp_path: Path) -> None:
-    with made(tmp_path, freeze=FreezeSchedule((0, 2))) as trainer:
-        before = {n: p.clone() for n, p in trainer.model.named_parameters()}
-        seen: dict[str, torch.Tensor] = {}
-
-        class AfterEpoch(TrainerCallback):  # type: ignore[misc]
-            def on_epoch_end(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
-                if state.epoch == 1:
-                    seen.update({n: p.clone() for n, p in facts["model"].named_parameters()})
-
-        trainer.add_callback(AfterEpoch)
-        trainer.train()
-        for name, parameter in trainer.model.named_parameters():
-            is_frozen = "embeddings" in name or ".layer.0." in name or ".layer.1." in name
-            assert torch.equal(parameter, seen[name]) == is_frozen, name
-            assert not torch.equal(seen[name], before[name]) or "key.bias" in name, name
 
 
 def test_a_run_is_resumed_saved_and_described(tmp_path: Path) -> None:
@@ -147,35 +111,6 @@ class StopAt(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **facts: Any) -> Any:
         control.should_training_stop = state.global_step >= self.step
         return control
-
-
-def test_transformers_own_early_stopping_ends_the_run_where_it_ends_theirs(tmp_path: Path) -> None:
-    best = {
-        "num_train_epochs": 12,
-        "learning_rate": 0.05,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "save_strategy": "epoch",
-    }
-    results = []
-    for kind in (transformers.Trainer, Trainer):
-        stopper = EarlyStoppingCallback(early_stopping_patience=2)
-        folder = tmp_path / kind.__name__
-        with made(folder, kind=kind, options=best, callbacks=[stopper]) as trainer:
-            steps = trainer.train().global_step
-            loss = trainer.evaluate()["eval_loss"]
-            results.append((steps, trainer.state.best_global_step, loss))
-    (steps, best_step, loss), mine = results
-    assert steps < 48 and mine[:2] == (steps, best_step)
-    assert mine[2] == pytest.approx(loss, abs=1e-4)
-
-
-def test_several_evaluation_sets_are_judged_under_their_names(tmp_path: Path) -> None:
-    several = {"matched": rows(8), "other": rows(5)}
-    options = {"eval_strategy": "no"}
-    with made(tmp_path, eval_dataset=several, options=options) as trainer:
-        metrics = trainer.evaluate()
-    assert {"eval_matched_loss", "eval_other_accuracy"} <= metrics.keys()
 
 
 def test_several_evaluation_sets_are_judged_in_a_run_as_in_transformers(tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ def losses(trainer: Any) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("strategy", ["steps", "no"])
-def test_a_run_that_is_over_is_replaced_as_in_transformers(tmp_path: Path, strategy: str) -> None:
-    options = {**SAVES, "save_strategy": strategy, "eval_strategy": "no"}
+def test_a_run_that_is_over_is_replaced_as_in_transformers(tmp_path: Path) -> None:
+    options = {**SAVES, "eval_strategy": "no"}
     logged = []
     for kind in (transformers.Trainer, Trainer):
         for rate in (1e-3, 1e-2):
@@ -148,7 +147,7 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("given", ["True", "true", "checkpoint-5", "checkpoint-5/", ""])
+@pytest.mark.parametrize("given", ["true", "checkpoint-5/", ""])
 def test_a_run_goes_on_from_what_a_command_line_says(
     tmp_path: Path, stopped_run: Path, given: str
 ) -> None:
@@ -159,31 +158,10 @@ def test_a_run_goes_on_from_what_a_command_line_says(
         assert trainer.state.global_step == 8 and bridge_of(trainer).losses.num_steps == 3
 
 
-def test_an_older_checkpoint_by_transformers_name_is_refused(tmp_path: Path) -> None:
-    with made(tmp_path, options=SAVES) as trainer:
-        trainer.train()
-    with made(tmp_path, options=SAVES) as trainer:
-        with pytest.raises(ValueError, match="from the newest checkpoint in output_dir"):
-            trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
-
-
 def test_false_as_a_word_begins_anew(tmp_path: Path) -> None:
     with made(tmp_path, options=SAVES) as trainer:
         trainer.train(resume_from_checkpoint="False")
         assert bridge_of(trainer).losses.num_steps == 8
-
-
-def test_a_checkpoint_that_a_kill_kept_from_its_publication_is_used(tmp_path: Path) -> None:
-    with made(tmp_path, options=SAVES, callbacks=[StopAt(4)]) as trainer:
-        trainer.train()
-    directory = tmp_path / CHECKPOINTS
-    before = (directory / "latest").read_bytes()
-    with made(tmp_path, options=SAVES, callbacks=[StopAt(6)]) as trainer:
-        trainer.train(resume_from_checkpoint=True)
-    (directory / "latest").write_bytes(before)
-    with made(tmp_path, options=SAVES) as trainer:
-        trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-6")
-        assert bridge_of(trainer).losses.num_steps == 2
 
 
 def test_checkpoints_are_written_for_from_pretrained_and_found_by_scripts(tmp_path: Path) -> None:
@@ -298,15 +276,6 @@ def assert_is_the_best(folder: Path, best_step: int) -> None:
         assert torch.equal(written[name], tensor), name
 
 
-def test_the_best_model_checkpoint_holds_the_weights_of_the_best_evaluation(
-    tmp_path: Path,
-) -> None:
-    named, best_step, last_step = train_and_look(tmp_path, 8)
-    assert named == str(tmp_path / "best")
-    assert best_step is not None and best_step < last_step
-    assert_is_the_best(tmp_path / "best", best_step)
-
-
 def test_every_process_is_told_of_the_folder_that_one_writes(
     two_ranks: Pool, tmp_path: Path
 ) -> None:
@@ -317,10 +286,9 @@ def test_every_process_is_told_of_the_folder_that_one_writes(
     assert_is_the_best(tmp_path / "best", best_step)
 
 
-@pytest.mark.parametrize("kind", [transformers.Trainer, Trainer])
-def test_a_run_that_keeps_no_best_model_names_none(tmp_path: Path, kind: Any) -> None:
+def test_a_run_that_keeps_no_best_model_names_none(tmp_path: Path) -> None:
     options = {**BEST, "load_best_model_at_end": False, "save_strategy": "no"}
-    with made(tmp_path, kind=kind, options=options) as trainer:
+    with made(tmp_path, options=options) as trainer:
         trainer.train()
         assert trainer.state.best_model_checkpoint is None
     assert not (tmp_path / "best").exists()
