@@ -171,14 +171,6 @@ class NormBehind(Model):
         self.norm = norm()
 
 
-class Switched(Model):
-    """Take arguments whose defaults are neither None nor False."""
-
-    def forward(self, x: Tensor, add_one: bool = True, scale: float | None = 2.0) -> Tensor:
-        hidden = self.embed(x) + 1 if add_one else self.embed(x)
-        return self.run(hidden if scale is None else hidden * scale)
-
-
 class Paired(Block):
     """Return a number beside the hidden state."""
 

@@ -11,7 +11,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,11 @@ import freeze as freezing
 from pipetransformer import attach
 from tests.helpers.row_models import (
     DEPTH,
-    NUM_SAMPLES,
     ROWS_RUN,
     WIDTH,
     Block,
     Make,
     Model,
-    Pictures,
-    TextModel,
-    labelled_images,
-    labelled_texts,
-    patches,
     texts,
     words,
 )
@@ -340,26 +333,9 @@ def take(batch: Batch, where: Any) -> Batch:
     return {name: entry[where] for name, entry in batch.items()}
 
 
-def halves(_: Loop, batch: Batch) -> list[Batch]:
-    return [take(batch, slice(0, 2)), take(batch, slice(2, None))]
-
-
 def chunks(_: Loop, batch: Batch) -> list[Batch]:
     cut = zip(*(entry.chunk(2) for entry in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in cut]
-
-
-def splits(_: Loop, batch: Batch) -> list[Batch]:
-    cut = zip(*(entry.split([1, 3]) for entry in batch.values()), strict=True)
-    return [dict(zip(batch, part, strict=True)) for part in cut]
-
-
-def singles(_: Loop, batch: Batch) -> list[Batch]:
-    return [take(batch, [place]) for place in range(4)]
-
-
-def permuted(_: Loop, batch: Batch) -> list[Batch]:
-    return [take(batch, torch.tensor([2, 0, 3, 1]))]
 
 
 def joined(loop: Loop, batch: Batch) -> list[Batch]:
@@ -381,27 +357,5 @@ def exchanged(_: Loop, batch: Batch) -> list[Batch]:
     return [{**batch, (name := _input_of(batch)): batch[name].flip(0)}]
 
 
-def changed_in_place(_: Loop, batch: Batch) -> list[Batch]:
-    batch[_input_of(batch)][:, 0] = 1
-    return [batch]
-
-
 def _input_of(batch: Batch) -> str:
     return "input_ids" if "input_ids" in batch else "pixel_values"
-
-
-def in_parts(parts: Callable[[Loop, Batch], list[Batch]], *, has_images: bool) -> Story:
-    def loss(loop: Loop, batch: Batch) -> Tensor | None:
-        each = [whole(loop, part) * len(part["labels"]) for part in parts(loop, batch)]
-        return torch.stack(each).sum() / NUM_SAMPLES if each else None
-
-    if has_images:
-        return Story(partial(Pictures, embed=patches), labelled_images, loss)
-    return Story(TextModel, labelled_texts, loss)
-
-
-PARTS = (halves, chunks, splits, singles, permuted, joined)
-"""What a loop makes of a batch, of rows that stay whole."""
-
-CHANGES = (mixed, exchanged, changed_in_place)
-"""The same, of other inputs."""

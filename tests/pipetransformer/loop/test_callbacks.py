@@ -18,9 +18,9 @@ from transformers import Trainer, TrainingArguments
 from freeze import FreezeContext
 from pipetransformer import FreezeCallback
 from tests.helpers.any_models import KINDS, Kind, build, data
+from tests.helpers.marks import slow
 from tests.helpers.pool import Pool
 from tests.pipetransformer.loop.test_cached_loop import Samples
-from tests.pipetransformer.loop.test_foreign_loops import Ragged, pad
 
 TEXTS, IMAGES = KINDS["gpt2_classifier"], KINDS["beit"]
 BY_EPOCH = (0, 2, 1, 2)
@@ -131,8 +131,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-FAST = {("texts", "accumulates"), ("texts", "workers"), ("images", "accumulates"),
-        ("images", "evaluates")}  # fmt: skip
+FAST = {("texts", "workers"), ("images", "accumulates")}
 
 
 @pytest.mark.parametrize(
@@ -157,22 +156,14 @@ def test_rows_change_nothing_that_a_trainer_computes(
 @pytest.mark.parametrize(
     "freeze",
     [
-        2,
         "linear:0,0.5",
+        pytest.param(2, marks=pytest.mark.slow),
         pytest.param(BY_EPOCH, marks=pytest.mark.slow),
         pytest.param("schedule:0,2,1,2", marks=pytest.mark.slow),
     ],
 )
 def test_what_freezes_is_said_as_in_a_loop(freeze: Any, tmp_path: Path) -> None:
     compare(tmp_path, Training, {}, freeze=freeze)
-
-
-def test_texts_that_a_collator_pads_are_cached(tmp_path: Path) -> None:
-    compare(
-        tmp_path,
-        lambda folder: Training(folder, dataset=Ragged()),
-        {"collate": pad, "gradient_accumulation_steps": 2},
-    )
 
 
 def lora(model: nn.Module) -> nn.Module:
@@ -203,8 +194,9 @@ def test_a_compiled_model_is_served(backend: str, tmp_path: Path) -> None:
     compare(tmp_path, Training, settings, freeze=(1, 2))
 
 
-@pytest.mark.parametrize("kind", [TEXTS, IMAGES], ids=["texts", "images"])
-@pytest.mark.parametrize("num_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("num_batches", "kind"), [slow(1, TEXTS), slow(1, IMAGES), slow(2, TEXTS), (2, IMAGES)]
+)
 def test_a_training_resumes_within_an_epoch(num_batches: int, kind: Kind, tmp_path: Path) -> None:
     settings = {"gradient_accumulation_steps": num_batches, "save_steps": 3}
     plain, ours = Training(tmp_path, kind), Training(tmp_path / "ours", kind)
@@ -243,26 +235,6 @@ def test_a_callback_serves_the_training_after_one_that_failed(tmp_path: Path) ->
     assert_losses_and_weights(ours, plain)
     blocks = failed.model.get_submodule(failed.blocks)
     assert not any("forward" in vars(module) for module in blocks.modules())
-
-
-def test_samples_that_vary_are_not_cached_and_train_as_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Augmented(Samples):
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            item = super().__getitem__(index)
-            return {**item, "pixel_values": item["pixel_values"] + torch.rand(())}
-
-    def make(name: str) -> Training:
-        return Training(tmp_path / name, IMAGES, Augmented(dict(data(IMAGES).tensors)))
-
-    plain, ours = make("plain"), make("ours")
-    plain.train(FreezeCallback(BY_EPOCH, cache=False))
-    callback = FreezeCallback(BY_EPOCH, cache_folder=tmp_path)
-    ours.train(callback)
-    assert_losses_and_weights(ours, plain)
-    assert "no cache: the training set gives other values each time" in caplog.text
-    assert callback.stats.hits == 0
 
 
 def wrapped(model: nn.Module) -> nn.Module:

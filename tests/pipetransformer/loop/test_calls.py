@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning
 import peft
 import pytest
 import torch
@@ -248,39 +247,6 @@ def test_logits_that_a_loop_takes_of_padding_are_not_cached(tokenizer: Any) -> N
     )
     assert ours[0] == pytest.approx(plain[0], rel=1e-9)
     assert ours[2] == 0
-
-
-def test_fabric_s_loader_and_model_are_served() -> None:
-    def train(*, attached: bool) -> tuple[list[float], int]:
-        fabric = lightning.Fabric(accelerator="cpu", devices=1)
-        kind = KINDS["gpt2_classifier"]
-        model = build(kind)
-        loader = DataLoader(Samples(dict(data(kind).tensors)), 5)
-        if not attached:
-            freezing.apply(model, DEPTH, layers=[*model.get_submodule(kind.blocks)])
-        cached = attach(model, freeze=DEPTH) if attached else None
-        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = fabric.setup_dataloaders(loader)
-        losses = []
-        for _ in range(3):
-            for batch in cached.epoch(loader) if cached else loader:
-                given = {name: entry for name, entry in batch.items() if name != "labels"}
-                loss = F.cross_entropy(wrapped(**given).logits, batch["labels"])
-                fabric.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-        return losses, cached.stats.hits if cached else 0
-
-    plain, ours = train(attached=False), train(attached=True)
-    assert ours[0] == pytest.approx(plain[0], rel=1e-9)
-    assert ours[1] == 10
-
-
-def test_samples_that_are_counted_from_the_end_are_served() -> None:
-    order = [[0, -1, 3, -2], [5, -5, 2, 1], [-4, 4, 6, -3]]
-    loss = partial(_of_pair, nn.functional.cross_entropy)
-    assert_served(_texts_model, lambda: DataLoader(_texts(), batch_sampler=order), "blocks", loss)
 
 
 def _of_pair(loss: Any, model: Any, batch: Any) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.any_models import KINDS, Kind, build, data, mean_loss
 from tests.helpers.pool import Pool
@@ -126,7 +126,7 @@ def compare(folder: Path, kind: Kind, make: Any = texts, **settings: Any) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("shuffled", "workers") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "workers" else pytest.param(name, marks=pytest.mark.slow)
         for name in LOADERS
     ],
 )
@@ -181,24 +181,6 @@ def test_an_exception_gives_the_model_its_own_forward_back(tmp_path: Path) -> No
     with pytest.raises(IndexError, match="list index out of range"):
         fit(module, callback(tmp_path), tmp_path)
     assert not any("forward" in vars(one) for one in module.modules())
-
-
-def test_tuples_of_images_and_labels_are_served(tmp_path: Path) -> None:
-    kind = KINDS["eva"]
-    entries = data(kind).tensors
-
-    class OfPairs(Module):
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            return super().training_step({"x": batch[0], "y": batch[1]}, index)
-
-    modules = plain, ours = OfPairs(kind), OfPairs(kind)
-    pairs = TensorDataset(entries["x"], entries["y"])
-    served = callback(tmp_path, model="model")
-    for module, used in zip(modules, (callback(None), served), strict=True):
-        loader = DataLoader(pairs, batch_size=2, shuffle=True)
-        fit(module, used, tmp_path / str(id(module)), loader=loader)
-    assert_losses_and_weights(ours, plain)
-    assert served.stats.hits > 0
 
 
 def replicated(folder: Path, caches: bool) -> tuple[list[float], dict[str, Tensor], int]:

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 import freeze as freezing
 from pipetransformer import FreezeCallback, attach
 from tests.helpers.any_models import KINDS, build, data, mean_loss
+from tests.helpers.marks import slow
 from tests.helpers.pool import Pool
 from tests.pipetransformer.loop.test_cached_loop import Samples
 
@@ -91,17 +92,18 @@ def assert_all_move(model: nn.Module, act: Callable[[], Any]) -> None:
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def slow(value: Any) -> Any:
-    """Leave a case to the slow tests: it has a quicker neighbour."""
-    return pytest.param(value, marks=pytest.mark.slow)
+TO_ZERO = pytest.mark.parametrize(("freeze", "caches"), [(0, True), ([1, 0], False)], ids=str)
 
 
-BY_HAND = slow(by_hand)
-
-
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze_before", [by_training, BY_HAND])
-@pytest.mark.parametrize("freeze", [0, slow(1), [1, 0], slow([2, 1])], ids=str)
+@pytest.mark.parametrize(
+    ("freeze", "freeze_before", "caches"),
+    [
+        (0, by_training, True),
+        ([1, 0], by_training, False),
+        slow(1, by_hand, True),
+        slow([2, 1], by_hand, False),
+    ],
+)
 def test_a_thaw_of_weights_that_the_optimizer_lacks_is_refused(
     freeze: Any, freeze_before: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -116,8 +118,9 @@ def test_a_thaw_of_weights_that_the_optimizer_lacks_is_refused(
             assert marks(model.train()) == before
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze_before", [by_training, BY_HAND])
+@pytest.mark.parametrize(
+    ("freeze_before", "caches"), [(by_training, False), slow(by_training, True), (by_hand, True)]
+)
 def test_what_stays_frozen_needs_no_optimizer(
     freeze_before: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -128,8 +131,7 @@ def test_what_stays_frozen_needs_no_optimizer(
     assert not any(p.requires_grad for p in model.get_submodule(KIND.blocks)[1].parameters())  # type: ignore[index]
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze", [0, [1, 0]], ids=str)
+@TO_ZERO
 def test_weights_that_thaw_before_the_optimizer_is_built_train(
     freeze: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -150,16 +152,7 @@ def test_what_thaws_behind_the_last_step_needs_no_optimizer(tmp_path: Path) -> N
     assert moved and not any(".h.0." in name or ".h.1." in name for name in moved)
 
 
-def test_weights_that_the_user_thaws_train(tmp_path: Path) -> None:
-    model = build(KIND)
-    by_training(model, tmp_path)
-    model.requires_grad_(True)
-    trainer = trainer_of(model, tmp_path, callback(1, tmp_path, caches=False))
-    assert_all_move(model, trainer.train)
-
-
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze", [0, [1, 0]], ids=str)
+@TO_ZERO
 def test_an_optimizer_of_all_weights_trains_what_thaws(
     freeze: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -207,7 +200,7 @@ BESIDE = {
 """By model: a weight that frozen blocks read, and that freezes with them where rows are kept."""
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", ["gpt2", "deberta", slow("mpnet")])
 def test_what_frozen_blocks_read_thaws_with_them(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     model = build(kind)
@@ -269,8 +262,7 @@ class OfWhatTrains:
         trainer.fit(module, DataLoader(Samples(dict(data(KIND).tensors)), batch_size=5))
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("freeze", [0, [1, 0], slow([2, 1])], ids=str)
+@TO_ZERO
 def test_lightning_is_refused_a_thaw_of_weights_that_its_optimizer_lacks(
     freeze: Any, caches: bool, tmp_path: Path
 ) -> None:
@@ -283,8 +275,7 @@ def test_lightning_is_refused_a_thaw_of_weights_that_its_optimizer_lacks(
     assert_all_move(module, lambda: loop.fit(module, freeze, caches=caches))
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize(("takes_all", "freeze"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("takes_all", "freeze", "caches"), [(False, 2, False), (True, 1, True)])
 def test_lightning_trains_what_stays_or_is_in_its_optimizer(
     takes_all: bool, freeze: int, caches: bool, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ than the plain loop's. The second holds what is close to it, and has right rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from tests.helpers.row_models import (
     LENGTH,
-    NUM_SAMPLES,
     WIDTH,
     BatchNorm,
     Block,
@@ -43,7 +41,6 @@ from tests.helpers.row_models import (
     Pair,
     Paired,
     Routed,
-    Switched,
     TextModel,
     averaged,
     block_with,
@@ -65,8 +62,6 @@ from tests.helpers.row_models import (
     texts,
 )
 from tests.helpers.row_stories import (
-    CHANGES,
-    PARTS,
     Loop,
     Story,
     adapt,
@@ -77,12 +72,9 @@ from tests.helpers.row_stories import (
     correct_label,
     edit_image,
     hook,
-    in_parts,
     noting,
     of_pair,
     replace_block,
-    replace_embedding,
-    replace_linear,
     replace_weight,
     rescale,
     seed_its_own,
@@ -115,7 +107,6 @@ LAYER_NORMED = block_with(partial(nn.LayerNorm, WIDTH))
         model(embed=one_patch, changes={-1: OVER_BATCH}),
         lambda: TensorDataset(entries()["images"][:, 0], entries()["labels"]),
     ),
-    input_images=Story(picture_model(changes={-1: OVER_BATCH}), images),
 )
 def test_samples_mixed_below_are_right_or_refused(story: Story, caplog: Caplog) -> None:
     assert_right_or_refused(story, caplog)
@@ -127,7 +118,6 @@ def test_samples_mixed_below_are_right_or_refused(story: Story, caplog: Caplog) 
     running_batch_norm_below=Story(model(embed=NormedWords)),
     mixed_above=Story(model(Block, Block, block_with(OverBatch), Block)),
     hidden_below=Story(model(changes={0: OVER_FEATURES})),
-    input_images=Story(picture_model(changes={-1: OVER_FEATURES}), images),
 )
 def test_samples_normalised_one_by_one_are_served(story: Story, caplog: Caplog) -> None:
     assert_served(story, caplog)
@@ -192,60 +182,19 @@ def test_a_hook_that_only_looks_or_is_above_is_served(story: Story, caplog: Capl
     assert_served(story, caplog)
 
 
-# Arguments have defaults other than None and False.
-
-
-def given(*more: Any, **arguments: Any) -> Story:
-    def loss(loop: Loop, batch: Any) -> Tensor:
-        return F.cross_entropy(loop.model(batch["x"], *more, **arguments), batch["y"])
-
-    own = texts().tensors
-    return Story(Switched, lambda: Named(x=own[0], y=own[1]), loss)
-
-
-@stories(
-    false=given(add_one=False),
-    false_by_position=given(False),
-    none=given(scale=None),
-    another=given(scale=3.0),
-    both=given(add_one=False, scale=None),
-)
-def test_an_argument_other_than_its_default_is_right_or_refused(
-    story: Story, caplog: Caplog
-) -> None:
-    assert_right_or_refused(story, caplog)
-
-
-@stories(
-    left_out=given(), true=given(add_one=True), by_position=given(True), number=given(scale=2.0)
-)
-def test_an_argument_with_its_default_s_value_is_served(story: Story, caplog: Caplog) -> None:
-    assert_served(story, caplog)
-
-
 # Modules and plain attributes change by hand.
-
-
-def whenever(**named: Story) -> pytest.MarkDecorator:
-    """Edit between epochs, and within one."""
-    within = {f"{name}_within": replace(s, is_within=True) for name, s in named.items()}
-    return stories(**named, **within)
 
 
 def add_one_if_scaled(own: Any, hidden: Tensor) -> Tensor:
     return hidden if own.scale == 1 else hidden + 1
 
 
-@whenever(
-    block=Story(edit=lambda loop: replace_block(loop, 0)),
+@stories(
     last_frozen_block=Story(edit=lambda loop: replace_block(loop, 1)),
-    linear=Story(edit=replace_linear),
-    weight=Story(edit=replace_weight),
-    embedding=Story(edit=replace_embedding),
-    adapter_scale=Story(prepare=adapt, edit=lambda loop: rescale(loop, 0)),
+    weight=Story(edit=replace_weight, is_within=True),
+    adapter_scale=Story(prepare=adapt, edit=lambda loop: rescale(loop, 0), is_within=True),
     norm_eps=Story(model(LAYER_NORMED), edit=sets("blocks.0.norm", "eps", 0.5)),
-    factor=Story(edit=sets("blocks.0", "factor", 2.0)),
-    factor_of_the_model=Story(edit=sets("", "scale", 2.0)),
+    factor=Story(edit=sets("blocks.0", "factor", 2.0), is_within=True),
     branch_of_the_model=Story(model(changes={1: add_one_if_scaled}), edit=sets("", "scale", 2.0)),
 )
 def test_an_edit_of_a_frozen_part_is_right_or_refused(story: Story, caplog: Caplog) -> None:
@@ -264,7 +213,6 @@ def of_first_too(loop: Loop, batch: Any) -> Tensor:
 
 @stories(
     factor=Story(loss=of_first_too, edit=sets("blocks.0", "factor", 2.0)),
-    factor_within=Story(loss=of_first_too, edit=sets("blocks.0", "factor", 2.0), is_within=True),
     # Within an epoch rows may have been read before their samples are edited.
     text=Story(data=lambda: Folder(*columns("ids", "labels")), loss=of_first_too, edit=flip_texts),
     image=Story(
@@ -275,17 +223,15 @@ def of_first_too(loop: Loop, batch: Any) -> Tensor:
         loader={"shuffle": False},
     ),
     nothing=Story(loss=of_first_too),
-    nothing_within=Story(loss=of_first_too, is_within=True),
 )
 def test_a_batch_that_is_kept_has_the_rows_of_today(story: Story, caplog: Caplog) -> None:
     assert_right_or_refused(story, caplog)
 
 
-@whenever(
+@stories(
     block=Story(edit=lambda loop: replace_block(loop, 3)),
-    adapter_scale=Story(prepare=adapt, edit=lambda loop: rescale(loop, 3)),
-    norm_eps=Story(model(LAYER_NORMED), edit=sets("blocks.3.norm", "eps", 0.5)),
-    factor=Story(edit=sets("blocks.3", "factor", 2.0)),
+    adapter_scale=Story(prepare=adapt, edit=lambda loop: rescale(loop, 3), is_within=True),
+    norm_eps=Story(model(LAYER_NORMED), edit=sets("blocks.3.norm", "eps", 0.5), is_within=True),
 )
 def test_an_edit_above_frozen_blocks_is_served(story: Story, caplog: Caplog) -> None:
     assert_served(story, caplog)
@@ -323,13 +269,9 @@ def texts_of(loss: Any = outside, *, length: int = 0, **options: Any) -> Story:
     number_to_the_next=Story(partial(ModelOfPairs, Paired, hands_on=True)),
     attribute=Story(model(Routed), loss=with_aux),
     training_below=Story(model(changes={0: greater_in_training})),
-    training_between=Story(model(changes={1: greater_in_training})),
     training_below_images=Story(picture_model(changes={0: greater_in_training}), images),
-    noise_below=Story(model(changes={0: noisy})),
     noise_between=Story(model(changes={1: noisy})),
     own_noise_below=Story(model(changes={0: noisy_by_its_own}), prepare=seed_its_own),
-    own_noise_between=Story(model(changes={1: noisy_by_its_own}), prepare=seed_its_own),
-    learned_by_the_embedding=Story(prepare=lambda loop: add_learned(loop, "embed")),
     learned_by_the_embedding_of_images=Story(
         picture_model(), images, prepare=lambda loop: add_learned(loop, "embed")
     ),
@@ -407,7 +349,6 @@ def edited(kind: Callable[..., Any], edit: Callable[[Loop], None], **options: An
 
 @stories(
     torch=edited(Folder, lambda loop: edit_image(loop, 3)),
-    torch_elsewhere=edited(Folder, lambda loop: edit_image(loop, 77)),
     numpy=edited(Folder, lambda loop: edit_image(loop, 3), is_numpy=True),
 )
 def test_an_image_edited_in_place_is_right_within_an_epoch_or_refused(
@@ -420,14 +361,6 @@ def test_an_image_edited_in_place_is_right_within_an_epoch_or_refused(
 def test_a_label_corrected_at_an_unknown_place_is_right_or_refused(
     story: Story, caplog: Caplog
 ) -> None:
-    assert_right_or_refused(story, caplog)
-
-
-@stories(
-    known=Story(data=lambda: Folder(*columns("ids", "labels")), edit=flip_texts),
-    unknown=Story(data=lambda: Items(*columns("ids", "labels")), edit=flip_texts),
-)
-def test_columns_that_are_replaced_are_right_or_refused(story: Story, caplog: Caplog) -> None:
     assert_right_or_refused(story, caplog)
 
 
@@ -466,21 +399,13 @@ BY_NAME = noting("input_ids", "attention_mask", loss=outside)
 
 
 @stories(
-    two_targets=Story(Model, lambda: TensorDataset(*TWO_TARGETS), noting(0, loss=of_two)),
-    two_targets_of_a_class=Story(Model, lambda: Items(*TWO_TARGETS), noting(0, loss=of_two)),
     nested_targets=Story(Model, lambda: Nested(*TWO_TARGETS), noting(0, loss=of_two)),
     one_of_two_targets=Story(Model, lambda: Items(*TWO_TARGETS), noting(0, loss=of(0, 2))),
-    loss_outside=Story(MaskedModel, labelled_texts, BY_NAME),
     loss_outside_but_labels_known=Story(TextModel, labelled_texts, BY_NAME),
     mask_in_a_tuple=Story(
         MaskedModel,
         lambda: TensorDataset(*columns("ids", "mask", "labels")),
         noting(0, 1, loss=of_mask),
-    ),
-    index=Story(
-        picture_model(),
-        lambda: Items(IMAGES, LABELS, torch.arange(NUM_SAMPLES)),
-        noting(0, loss=of_pair),
     ),
     image_and_label_by_name=Story(
         picture_model(),
@@ -503,22 +428,3 @@ def test_batches_are_served_with_all_that_the_loader_gives(story: Story, caplog:
 )
 def test_batches_of_other_kinds_are_right_or_refused(story: Story, caplog: Caplog) -> None:
     assert_right_or_refused(story, caplog)
-
-
-# The loop takes batches apart, and joins them.
-
-KINDS = pytest.mark.parametrize("has_images", [False, True], ids=["texts", "images"])
-
-
-@KINDS
-@pytest.mark.parametrize("parts", [*PARTS, *CHANGES])
-def test_parts_of_batches_are_right_or_refused(
-    parts: Any, has_images: bool, caplog: Caplog
-) -> None:
-    assert_right_or_refused(in_parts(parts, has_images=has_images), caplog)
-
-
-@KINDS
-@pytest.mark.parametrize("parts", PARTS)
-def test_parts_of_batches_are_served(parts: Any, has_images: bool, caplog: Caplog) -> None:
-    assert_served(in_parts(parts, has_images=has_images), caplog)
