@@ -312,19 +312,6 @@ def test_a_trainer_refuses_bad_input_before_it_joins_other_processes(
         Trainer(given.pop("model"), given.pop("train_dataset"), **given)
 
 
-def test_a_batch_smaller_than_the_world_is_refused_before_it_is_joined(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(
-        "torch.distributed.init_process_group",
-        lambda *_args, **_settings: pytest.fail("a process group was started"),
-    )
-    with pytest.raises(ValueError, match="global_batch_size 3 is smaller than the 4 replicas"):
-        Trainer(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss(), global_batch_size=3)
-
-
 @pytest.mark.parametrize(
     ("set_s", "predicted_s", "limit_s"),
     [(None, 0.0, 60.0), (None, 2.9, 60.0), (None, 10.0, 200.0), (5.0, 10.0, 5.0)],

@@ -12,7 +12,6 @@ import pytest
 from pipetransformer import TrainConfig, Trainer
 from pipetransformer.config import make_config
 from pipetransformer.config.other_names import _MEANT
-from tests.helpers.models import tiny_data, tiny_model
 
 TABLE = Path(__file__).parents[2] / "docs" / "from-transformers.md"
 FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -65,15 +64,3 @@ def test_a_name_of_another_trainer_is_answered_with_what_to_give(name: str, answ
     with pytest.raises(ValueError, match=re.escape(f"for {name!r} give {answer}")) as caught:
         make_config({name: 1})
     assert len(str(caught.value)) < 300
-
-
-def test_a_policy_is_taken_by_the_words_that_commands_take() -> None:
-    with Trainer(tiny_model(), tiny_data(), freeze="schedule:0,2", epochs=2, progress=False,
-                 loss_fn=lambda output, target: output.square().mean()) as trainer:  # fmt: skip
-        trainer.fit()
-        assert trainer.decision is not None and trainer.decision.num_frozen == 2
-
-
-def test_words_that_name_no_policy_are_refused() -> None:
-    with pytest.raises(ValueError, match="'sometimes' names no freeze policy .*schedule:0,0,4,8"):
-        Trainer(tiny_model(), tiny_data(), freeze="sometimes")

@@ -14,7 +14,10 @@ from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile
 from pipetransformer import PlanSituation, fastest_plan, published_plan
 from pipetransformer.config import PLANS
-from pipetransformer.elastic import complete_request, fastest_per_sample
+from pipetransformer.elastic import (
+    complete_request,
+    fastest_per_sample,
+)
 from pipetransformer.elastic.planner import PLANNERS
 from tests.helpers import costs
 from tests.helpers.costs import sums

@@ -124,13 +124,6 @@ def test_layers_of_other_widths_get_a_store_of_their_own(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
-def test_the_cache_s_folder_is_empty_even_while_it_is_used(feed: Feed, tmp_path: Path) -> None:
-    feed.set_depth(2)
-    assert os.listdir(tmp_path) == []
-    assert_fetch(feed, 2, (0, 0, 5))
-    assert_fetch(feed, 2, (5, 0, 0))
-
-
 def test_where_files_need_names_the_cache_s_file_has_lost_its_name_when_it_is_used(
     feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,12 +179,6 @@ def test_a_limit_below_a_row_means_no_cache_and_one_warning(
         "cache_limit_bytes=100 holds no row of 192 bytes: the frozen prefix is computed at every "
         "step"
     ]
-
-
-def test_without_the_cache_the_prefix_is_computed_at_every_step(feed: Feed) -> None:
-    feed.set_depth(2, use_cache=False)
-    assert_fetch(feed, 2, (0, 0, 5))
-    assert_fetch(feed, 2, (0, 0, 5))
 
 
 def test_a_dataset_with_random_augmentation_is_not_cached(

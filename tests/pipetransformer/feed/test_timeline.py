@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipetransformer import adamw, cosine_with_warmup, named_schedule
+from pipetransformer import cosine_with_warmup, named_schedule
 from pipetransformer.config import LearningRateSchedule, TrainConfig
 from pipetransformer.feed import Position, Timeline
-from pipetransformer.report import RECORDS_FILE, read_records
-from tests.helpers.models import tiny_data, tiny_trainer
 
 
 # 5 steps an epoch, 3 epochs.
@@ -197,34 +194,3 @@ def test_a_schedule_that_gives_no_finite_number_is_refused() -> None:
     config = TrainConfig(learning_rate_schedule=lambda step, max_steps: math.inf)
     with pytest.raises(ValueError, match="learning_rate_schedule gives inf for step 0 of 1; let"):
         Timeline(config, 32, 0.1).learning_rate_factor(1)
-
-
-# From the resume on it trained at a rate of 0, as epochs=3 and max_steps=1000 were both set.
-@pytest.mark.parametrize(("batch", "other"), [(4, 8), (8, 4)])
-def test_rates_go_on_from_where_they_were_with_epochs_and_max_steps(
-    tmp_path: Path, batch: int, other: int
-) -> None:
-    for size in (batch, other):
-        with tiny_trainer(
-            data=tiny_data(num_samples=16),
-            optimizer=adamw(1e-3),
-            learning_rate_schedule="linear",
-            epochs=4,
-            max_steps=1000,
-            global_batch_size=size,
-            folder=tmp_path,
-            checkpoint_every_steps=1,
-            resume="auto",
-        ) as trainer:
-            if size == other:
-                trainer.fit()
-            else:  # One epoch and a half of four.
-                for _ in range(24 // size):
-                    trainer.step()
-    steps = [one for one in read_records(tmp_path / RECORDS_FILE) if one["kind"] == "step"]
-    done, expected = 0, []
-    for one in steps:
-        expected.append(1e-3 * (1 - done / 64))
-        done += one["samples"]
-    assert done == 64
-    assert [one["learning_rate"] for one in steps] == pytest.approx(expected, rel=1e-9)

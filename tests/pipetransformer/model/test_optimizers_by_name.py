@@ -191,12 +191,6 @@ def test_an_embedding_is_a_layer_of_its_own_and_the_head_keeps_its_rate() -> Non
     assert {name: scales[name] for name in by_part} == by_part
 
 
-def test_children_of_a_sequential_are_a_layer_each() -> None:
-    scales = learning_rate_scales(adapt(tiny_model()), 0.5)
-    assert scales["0.weight"] == 0.5**5 and scales["1.norm.bias"] == 0.5**4
-    assert scales["5.1.weight"] == 1.0
-
-
 def test_a_rate_that_is_a_tensor_decays_as_a_number() -> None:
     # Each layer lowered the one tensor of all: every rate came out as 0.2 times all factors.
     def adam(named: NamedParameters) -> Optimizer:

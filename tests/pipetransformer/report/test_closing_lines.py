@@ -69,18 +69,6 @@ def test_what_was_spared_is_what_frozen_layers_were_measured_to_take(
     assert report.cache_spared_s == pytest.approx(expected)
 
 
-def upgraded(folder: str) -> Any:
-    settings = {"pipeline_length": 1, "progress": False, "checkpoint_every_epochs": 1}
-    first = train(FreezeSchedule([0, 1, 2]), Path(folder), epochs=2, **settings)
-    second = train(FreezeSchedule([0, 1, 2]), Path(folder), resume="auto", **settings)
-    return first.cache_upgrades, second.cache_upgrades, second.cache_misses
-
-
-def test_replicas_count_what_all_have_computed_on_from(two_ranks: Pool, tmp_path: Path) -> None:
-    # The rows of the first run are gone with it, so that the third epoch computes all anew.
-    assert two_ranks.run(upgraded, str(tmp_path)) == [(0, 0, 2 * NUM_SAMPLES)] * 2
-
-
 def upgraded_at_once() -> Any:
     settings = {"pipeline_length": 1, "progress": False}
     report = train(FreezeSchedule([0, 1, 2]), **settings)

@@ -15,7 +15,6 @@ from freeze import (
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
-    FreezeSchedule,
     Guarded,
     LayerStats,
     Linear,
@@ -24,10 +23,9 @@ from freeze import (
     as_policy,
     checked_decision,
 )
-from pipetransformer.report import RECORDS_FILE, Record, read_decisions, read_records
+from pipetransformer.report import Record, read_decisions
 from pipetransformer.report.freeze_sections import decisions_section
 from pipetransformer.report.records import decision_fields
-from tests.helpers.models import tiny_trainer
 
 NUM_LAYERS = 4
 
@@ -141,23 +139,6 @@ def test_decisions_of_steps_with_a_growing_batch_are_refused(tmp_path: Path) -> 
         read_decisions(tmp_path)
 
 
-def test_a_run_resumed_with_another_interval_has_one_line_of_decisions(tmp_path: Path) -> None:
-    """Its decisions 9 and 12 were of steps that the resumed run trained anew."""
-    for interval, num_steps in ((3, 14), (4, 10)):
-        with tiny_trainer(
-            freeze=Linear(),
-            folder=tmp_path,
-            epochs=4,
-            global_batch_size=6,
-            checkpoint_every_steps=8,
-            resume="auto",
-            freeze_interval_steps=interval,
-        ) as trainer:
-            for _ in range(num_steps):
-                trainer.step()
-    assert [one.context.step for one in read_decisions(tmp_path)] == [0, 3, 6, 8, 12, 16]
-
-
 def recorded(policy: FreezePolicy, num: int, max_steps: int = 20) -> list[Record]:
     """Ask a policy at so many steps in a row, and do what it says."""
     found, since, resting = list[Record](), tuple[int, ...](), tuple[int, ...]()
@@ -233,18 +214,3 @@ def test_layers_that_rest_are_told() -> None:
     shadowed = rows(recorded(Shadow(as_policy(other_rests)), 8))
     assert [line.split()[0] for line in shadowed] == ["0", "1", "4", "5"]
     assert "keep: would have 0 frozen and [3] resting: the other one trains" in shadowed[2]
-
-
-def test_a_run_is_reported_with_what_its_shadow_would_have_done(tmp_path: Path) -> None:
-    with tiny_trainer(
-        freeze=Shadow(FreezeSchedule([0, 1])),
-        folder=tmp_path,
-        epochs=2,
-        global_batch_size=6,
-        freeze_interval_steps=1,
-    ) as trainer:
-        trainer.fit()
-    said = rows(read_records(tmp_path / RECORDS_FILE))
-    assert [line.split()[0] for line in said] == ["0", "5", "6"]
-    assert said[0].endswith("would have 0 frozen: keep: schedule of epoch 0")
-    assert said[1].endswith("keep: would have 1 frozen: schedule of epoch 1")

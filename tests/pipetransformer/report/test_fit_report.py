@@ -73,11 +73,16 @@ def test_hits_and_misses_are_those_of_all_ranks_at_every_moment(
     for report in two_ranks.run(train, folder, 6, settings):
         assert figures(report) == (NUM_SAMPLES + 16, 16, NUM_SAMPLES)
     # Rows were the first run's: 10 samples are left of this epoch, and are all that is read later.
-    for report in two_ranks.run(train, folder, None, settings):
+    reports = two_ranks.run(train, folder, None, settings)
+    records = read_records(tmp_path / RECORDS_FILE)
+    *_, epoch = [one for one in records if one["kind"] == "epoch"]
+    for report in reports:
         samples, hits, misses = figures(report)
         assert samples == hits + misses == EPOCHS * NUM_SAMPLES
         assert (hits, misses) == (16 + 10, 2 * NUM_SAMPLES)
-    steps = [one for one in read_records(tmp_path / RECORDS_FILE) if one["kind"] == "step"]
+        assert (report.training_loss, report.frozen) == (epoch["loss"], 2)
+        assert report.length == settings.get("pipeline_length", 2)
+    steps = [one for one in records if one["kind"] == "step"]
     assert [one["cache_hits"] + one["cache_misses"] for one in steps] == [8, 8, 8, 2] * EPOCHS
 
 
@@ -116,18 +121,6 @@ def test_a_report_prints_as_a_table_with_the_training_loss_and_k_by_r() -> None:
         ["step 4", "2", "2 x 1", "3", "0.1"],
     ]
     assert repr(report).startswith("FitReport(seconds=1.25, samples=64, cache_hits=20")
-
-
-def test_a_report_tells_the_last_epoch_s_loss_and_the_last_step_s_pipeline(
-    two_ranks: Pool, tmp_path: Path
-) -> None:
-    settings = {"pipeline_length": 2}
-    two_ranks.run(train, str(tmp_path), 6, settings)
-    first, second = two_ranks.run(train, str(tmp_path), None, settings)
-    assert first.training_loss == second.training_loss
-    *_, epoch = [r for r in read_records(tmp_path / RECORDS_FILE) if r["kind"] == "epoch"]
-    assert first.training_loss == epoch["loss"]
-    assert (first.frozen, first.length, first.replicas) == (2, 2, 1)
 
 
 def train_watched(folder: Path, num_steps: int | None = None, **settings: Any) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,20 +39,6 @@ def test_a_bar_of_a_resumed_run_counts_its_own_steps_for_the_rate() -> None:
     progress.close(is_whole=False)
     text = tqdm.format_meter(**{**drawn, "elapsed": 4.0, "rate": None})
     assert "92/100" in text and "2.00s/it" in text
-
-
-def test_a_resumed_run_says_where_and_its_bar_begins_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder: dict[str, Any] = {"folder": tmp_path, "checkpoint_every_steps": 3}
-    with make_trainer(max_steps=6, **folder) as trainer:
-        trainer.fit()
-    assert "continues" not in assert_ended(capsys)
-    with make_trainer(resume=True, **folder) as trainer:
-        trainer.fit()
-    shown = capsys.readouterr()
-    assert "continues from step 6 (step-00000006)" in shown.out
-    assert re.findall(r"(\d+)/10 ", shown.err)[0] == "6"
 
 
 def test_nothing_comes_onto_the_bar_s_line_once_a_run_is_over(

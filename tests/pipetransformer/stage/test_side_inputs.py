@@ -70,11 +70,6 @@ def assert_arrived(
                 assert torch.equal(tensor, sent), name
 
 
-@pytest.mark.parametrize("name", ["flags", "label", "weights", "half", "boxes", "one_flag"])
-def test_an_entry_of_any_dtype_arrives_bit_by_bit(two_ranks: Pool, name: str) -> None:
-    assert_arrived(two_ranks, [[make_batch(4), make_batch(3, 1)]], (name,))
-
-
 # With one sample a slice of the message is contiguous, and would start at an unaligned byte.
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 2), (1,), (2, 1)], ids=str)
 def test_mixed_entries_arrive_bit_by_bit_in_the_order_asked_for(
