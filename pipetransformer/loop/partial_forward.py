@@ -136,6 +136,8 @@ class PartialForward:
             (B, ...), what block last - 1 returns, and all answers of the blocks that ran.
         """
         num = len(next(iter(entries.values())) if hidden is None else hidden)
+        if num > 1 and not self.runs_together:
+            return self._one_by_one(entries, num, last=last, training=training)
         answers = self._run(entries, first=first, last=last, hidden=hidden, training=training)
         return self._reached(answers, last, num), [*self._encoded.values(), *answers]
 
@@ -151,8 +153,6 @@ class PartialForward:
         answers: list[Any] = []
         self._encoded = {}
         num = len(next(iter(entries.values())) if hidden is None else hidden)
-        if num > 1 and not self.runs_together:
-            return self._one_by_one(entries, num, last=last, training=training)
         device = next(self._model.parameters()).device
         given = {name: self._given(name, entries, num, device) for name in self._example}
         given |= {n: entry.to(device) for n, entry in entries.items() if n not in given}
