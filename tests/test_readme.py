@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from autopipe.profile import LayerGraph, LayerNode
 from pipetransformer import Trainer, cli
-from tests.helpers.costs import profile_text
 from tests.helpers.models import tiny_data, tiny_model
 from tests.helpers.tiny_hub import tiny_hub
 
@@ -61,8 +59,6 @@ def test_the_program_and_the_commands_of_the_page_on_kept_rows_run(
 def test_a_program_of_the_page_on_pipedream_runs(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = [LayerNode(name, "Linear", 0.5, 1.0, (0,), 0) for name in ("low", "high")]
-    (tmp_path / "graph.txt").write_text(profile_text(LayerGraph(tuple(nodes), (("low", "high"),))))
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "pipedream.md", "exec"), {"__name__": "__main__"})
 

@@ -1,12 +1,12 @@
-"""Plan as PipeDream does: stages of a layer graph, each with its own number of replicas.
+"""Plan as PipeDream does: stages of a chain or graph, each with its own number of replicas.
 
-profile's layer_graph ─► cuts: places where it can be cut, in order ─► stage_search
-plan's request ─► request_plan: the same for a run's request
+stage_search: over the places where a model can be cut
+request_plan: the same for a run's request
 """
 
-from autopipe.pipedream.cuts import CutState, cut_states, trimmed
 from autopipe.pipedream.request_plan import pipedream_stages, plan_as_pipedream, question_of
 from autopipe.pipedream.stage_search import (
+    CutState,
     Machines,
     ReplicatedPlan,
     ReplicatedStage,
@@ -15,7 +15,6 @@ from autopipe.pipedream.stage_search import (
 )
 
 __all__ = [
-    "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "cut_states",
-    "data_parallel_s", "optimize", "pipedream_stages", "plan_as_pipedream",
-    "question_of", "trimmed",
+    "CutState", "Machines", "ReplicatedPlan", "ReplicatedStage", "data_parallel_s", "optimize",
+    "pipedream_stages", "plan_as_pipedream", "question_of",
 ]  # fmt: skip

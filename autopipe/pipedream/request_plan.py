@@ -6,12 +6,12 @@ request says. Transfers between stages count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from autopipe.pipedream.cuts import cut_states
-from autopipe.pipedream.stage_search import Machines, ReplicatedStage, optimize
+from autopipe.pipedream.stage_search import CutState, Machines, ReplicatedStage, optimize
 from autopipe.plan import PipelinePlan, PlanRequest, plan_pipeline, predict
-from autopipe.profile import LayerGraph, Profile, graph_of
+from autopipe.profile import Profile, SublayerCost
 
 
 @dataclass(frozen=True)
@@ -19,35 +19,62 @@ class Question:
     """Hold the input of PipeDream's optimizer for a request.
 
     Args:
-        graph: the active sublayers; the first also costs the frozen ones' time.
+        states: the cut behind each active sublayer; the first also costs the frozen ones' time.
         levels: machines, innermost first.
         minibatch: samples; a step has one minibatch per slot.
     """
 
-    graph: LayerGraph
+    states: tuple[CutState, ...]
     levels: tuple[Machines, ...]
     minibatch: int
 
 
 def question_of(profile: Profile, request: PlanRequest) -> Question:
-    """Return the input of PipeDream's optimizer for a request."""
+    """Return the input of PipeDream's optimizer for a request.
+
+    Raises:
+        ValueError: nothing is left to train.
+    """
     minibatch = max(1, request.global_batch // request.num_ranks)
-    chain, first = graph_of(profile, minibatch), profile.first_active(request.num_frozen)
+    first = profile.first_active(request.num_frozen)
+    active = range(first, len(profile.sublayers))
+    if not active:
+        raise ValueError(f"{request.num_frozen} frozen layers leave nothing to train")
+    forward_s = [profile.forward_s(index, minibatch) for index in active]
+    backward_s = [profile.backward_s(index, minibatch) for index in active]
     if request.prefix_cached_s is None:
         frozen_s = profile.prefix_s(request.num_frozen, minibatch)
     else:
         frozen_s = minibatch * request.prefix_cached_s
         if request.prefix_read_ahead:
             # Reading hides behind training, and costs only what exceeds it.
-            frozen_s = max(0.0, frozen_s - sum(node.compute_s for node in chain.nodes[first:]))
-    active = chain.without({node.name for node in chain.nodes[:first]})
-    bottom = replace(active.nodes[0], forward_s=active.nodes[0].forward_s + frozen_s)
+            training_s = sum(f + b for f, b in zip(forward_s, backward_s, strict=True))
+            frozen_s = max(0.0, frozen_s - training_s)
+    forward_s[0] += frozen_s
+    compute_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     slots = min(request.slots_per_node, request.num_ranks)
     levels = [Machines(slots, profile.link.bytes_per_s)]
     if (nodes := -(-request.num_ranks // slots)) > 1:
         levels.append(Machines(nodes, profile.node_link.bytes_per_s))
-    graph = LayerGraph((bottom, *active.nodes[1:]), active.edges)
-    return Question(graph, tuple(levels), minibatch)
+    states = _chain(profile.sublayers[first:], compute_s, minibatch)
+    return Question(states, tuple(levels), minibatch)
+
+
+def _chain(
+    costs: Sequence[SublayerCost], compute_s: Sequence[float], minibatch: int
+) -> tuple[CutState, ...]:
+    output_bytes = [minibatch * cost.output_bytes for cost in costs]
+    return tuple(
+        CutState(
+            tuple(cost.name for cost in costs[: end + 1]),
+            tuple(range(end)),
+            sum(compute_s[: end + 1]),
+            sum(output_bytes[: end + 1]),
+            float(sum(cost.parameter_bytes for cost in costs[: end + 1])),
+            output_bytes[end],
+        )
+        for end in range(len(costs))
+    )
 
 
 def pipedream_stages(profile: Profile, request: PlanRequest) -> tuple[ReplicatedStage, ...]:
@@ -58,8 +85,8 @@ def pipedream_stages(profile: Profile, request: PlanRequest) -> tuple[Replicated
     """
     question = question_of(profile, request)
     limit = request.memory_limit_bytes
-    states = cut_states(question.graph)
-    return optimize(states, question.levels, activations=True, memory_bytes=limit).leaves
+    plan = optimize(question.states, question.levels, activations=True, memory_bytes=limit)
+    return plan.leaves
 
 
 def plan_as_pipedream(profile: Profile, request: PlanRequest) -> PipelinePlan:

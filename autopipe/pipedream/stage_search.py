@@ -32,12 +32,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.pipedream.cuts import CutState
-
 Array = NDArray[np.float64]
 
 _NO_WORK = 1e-12
 """A stage's share of the whole compute; less is no work, but a difference of rounded sums."""
+
+
+@dataclass(frozen=True)
+class CutState:
+    """Describe a cut.
+
+    Args:
+        nodes: names of the nodes below it, in the graph's order.
+        below: indices of the states that come before this one on some path of cuts.
+        compute_s, saved_bytes, parameter_bytes: of all nodes below it.
+        crossing_bytes: outputs that are still wanted above it.
+    """
+
+    nodes: tuple[str, ...]
+    below: tuple[int, ...]
+    compute_s: float
+    saved_bytes: float
+    parameter_bytes: float
+    crossing_bytes: float
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from autopipe.profile.chain import (
     uncertainty,
     unshared,
 )
-from autopipe.profile.layer_graph import LayerGraph, LayerNode, graph_of, read_graph
 from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 from autopipe.profile.profile import Profile, SublayerCost, merge, with_tuples
 
 __all__ = [
-    "AllReduceCost", "LayerGraph", "LayerNode", "LinkCost", "MeasuredChain", "Profile",
+    "AllReduceCost", "LinkCost", "MeasuredChain", "Profile",
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
-    "graph_of", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
-    "profile_sublayers", "quartiles", "read_graph", "recomputes_itself", "saved_storages",
+    "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
+    "profile_sublayers", "quartiles", "recomputes_itself", "saved_storages",
     "storages", "time_rounds", "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

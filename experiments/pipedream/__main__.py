@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from autopipe.pipedream import trimmed
-from autopipe.profile import read_graph
 from experiments.finetune.series import markdown
 from experiments.pipedream import drawn, trained
 from experiments.pipedream.clusters import CLUSTERS, PUBLISHED
+from experiments.pipedream.cuts import trimmed
+from experiments.pipedream.layer_graph import read_graph
 from experiments.pipedream.networks import NETWORKS
 from experiments.pipedream.simulated import predict
 from experiments.pipedream.ways import Setting

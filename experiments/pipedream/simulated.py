@@ -16,13 +16,13 @@ from autopipe.pipedream import (
     Machines,
     ReplicatedPlan,
     ReplicatedStage,
-    cut_states,
     data_parallel_s,
     optimize,
 )
 from autopipe.plan import StageTimes, simulate
-from autopipe.profile import LayerGraph
 from autopipe.schedule import replicated_one_f_one_b, schedule_of
+from experiments.pipedream.cuts import cut_states
+from experiments.pipedream.layer_graph import LayerGraph
 
 NUM_MICRO_BATCHES = 8
 _STREAM = 6

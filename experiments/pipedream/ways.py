@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from autopipe import GPipe, StashedPipeline
 from autopipe.balance import balance_by_time, layer_seconds
-from autopipe.pipedream import Machines, ReplicatedPlan, cut_states, optimize
-from autopipe.profile import LayerGraph, LayerNode
+from autopipe.pipedream import Machines, ReplicatedPlan, optimize
 from autopipe.threads import run_together
+from experiments.pipedream.cuts import cut_states
+from experiments.pipedream.layer_graph import LayerGraph, LayerNode
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 CHOICE = "optimizer's choice"

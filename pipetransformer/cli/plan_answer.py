@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from autopipe.pipedream import ReplicatedPlan, cut_states, optimize, question_of
+from autopipe.pipedream import ReplicatedPlan, optimize, question_of
 from autopipe.plan import (
     ExplainedPlan,
     PipelinePlan,
@@ -108,10 +108,9 @@ def replicate(profile: Profile, request: PlanRequest) -> Replicated:
     most = max(level.count for level in asked.levels)
     if most > _MOST_SLOTS:
         raise ValueError(f"a level has {most} machines; at most {_MOST_SLOTS} are planned")
-    states = cut_states(asked.graph)
-    plan = optimize(states, asked.levels, activations=True, memory_bytes=limit)
-    names = [node.name for node in asked.graph.nodes]  # A chain's states are its sublayers.
-    stages = [names[leaf.begin : leaf.end] for leaf in plan.leaves]
+    plan = optimize(asked.states, asked.levels, activations=True, memory_bytes=limit)
+    names = asked.states[-1].nodes
+    stages = [list(names[leaf.begin : leaf.end]) for leaf in plan.leaves]
     return Replicated(plan, stages, asked.minibatch / plan.seconds)
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from autopipe.pipedream import Machines
-from autopipe.profile import LayerGraph, LayerNode
 from experiments.pipedream.__main__ import main
 from experiments.pipedream.drawn import all_drawn
+from experiments.pipedream.layer_graph import LayerGraph, LayerNode
 from experiments.pipedream.networks import NETWORKS, build
 from experiments.pipedream.simulated import predict
-from tests.helpers.costs import profile_text
 
 
 def chain(*costs: tuple[float, float]) -> LayerGraph:
@@ -25,6 +24,16 @@ def chain(*costs: tuple[float, float]) -> LayerGraph:
         for n, (seconds, num_bytes) in enumerate(costs)
     )
     return LayerGraph(nodes, tuple(pairwise(node.name for node in nodes)))
+
+
+def profile_text(graph: LayerGraph) -> str:
+    nodes = (
+        f"{node.name} -- {node.description} -- forward_compute_time={1000 * node.forward_s}, "
+        f"backward_compute_time={1000 * node.backward_s}, "
+        f"activation_size={node.output_bytes}, parameter_size={node.parameter_bytes}"
+        for node in graph.nodes
+    )
+    return "\n".join([*nodes, *(f"\t{begin} -- {end}" for begin, end in graph.edges)])
 
 
 @pytest.mark.parametrize("name", NETWORKS)

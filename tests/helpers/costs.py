@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from autopipe.plan.request import PlanRequest
-from autopipe.profile import LayerGraph
 from autopipe.profile.network import AllReduceCost, LinkCost
 from autopipe.profile.profile import Profile, SublayerCost
 
@@ -71,13 +70,3 @@ def uniform(num_layers: int, **changes: Any) -> Profile:
 def request(num_ranks: int = 2, **changes: Any) -> PlanRequest:
     values = {"slots_per_node": 8, "global_batch": 16, "num_frozen": 0}
     return PlanRequest(num_ranks, **{**values, **changes})
-
-
-def profile_text(graph: LayerGraph) -> str:
-    nodes = (
-        f"{node.name} -- {node.description} -- forward_compute_time={1000 * node.forward_s}, "
-        f"backward_compute_time={1000 * node.backward_s}, "
-        f"activation_size={node.output_bytes}, parameter_size={node.parameter_bytes}"
-        for node in graph.nodes
-    )
-    return "\n".join([*nodes, *(f"\t{begin} -- {end}" for begin, end in graph.edges)])

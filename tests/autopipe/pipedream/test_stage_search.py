@@ -13,7 +13,6 @@ import pytest
 from autopipe.pipedream import (
     CutState,
     Machines,
-    cut_states,
     data_parallel_s,
     optimize,
     pipedream_stages,
@@ -21,7 +20,6 @@ from autopipe.pipedream import (
     question_of,
 )
 from autopipe.plan import plan_pipeline, predict
-from autopipe.profile import LayerGraph, LayerNode
 from autopipe.profile.network import LinkCost
 from autopipe.profile.profile import Profile
 from tests.helpers.costs import profile, request, sublayer
@@ -29,12 +27,17 @@ from tests.helpers.costs import profile, request, sublayer
 
 def chain(costs: Sequence[tuple[float, float, float]]) -> tuple[CutState, ...]:
     """Build the cuts of a chain of (seconds, output bytes, parameter bytes)."""
-    nodes = [
-        LayerNode(f"n{i}", "layer", seconds, 0.0, (out,), weights)
-        for i, (seconds, out, weights) in enumerate(costs)
-    ]
-    pairs = itertools.pairwise(node.name for node in nodes)
-    return cut_states(LayerGraph(tuple(nodes), tuple(pairs)))
+    seconds, outputs, weights = zip(*costs, strict=True)
+    names = tuple(f"n{i}" for i in range(len(costs)))
+    return tuple(
+        CutState(
+            names[:end],
+            tuple(range(end - 1)),
+            *(sum(values[:end]) for values in (seconds, outputs, weights)),
+            outputs[end - 1],
+        )
+        for end in range(1, len(costs) + 1)
+    )
 
 
 def test_two_equal_layers_are_a_straight_pipeline() -> None:
@@ -175,17 +178,6 @@ def test_a_graph_without_enough_work_for_the_stages_is_refused() -> None:
         optimize(chain([(0, 0, 0)] * 2), [Machines(2, 1e9)])
 
 
-def test_a_branching_graph_is_cut_as_its_line_of_cuts() -> None:
-    costs = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 2.0}
-    nodes = [LayerNode(name, name, s, 0.0, (0.0,), 0.0) for name, s in costs.items()]
-    edges = (("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"))
-    states = cut_states(LayerGraph(tuple(nodes), edges))
-    plan = optimize(states, [Machines(2, 1e9)], straight=True)
-    assert plan.seconds == 3.0
-    first = plan.stages[0]
-    assert set(states[first.end - 1].nodes) == {"a", "b"}
-
-
 def test_data_parallelism_over_levels_sums_level_by_level() -> None:
     states = chain([(8, 0, 1e9)])
     found = data_parallel_s(states, [Machines(2, 1e9), Machines(4, 1e8)])
@@ -267,9 +259,7 @@ def test_a_minibatch_is_a_slot_s_and_levels_are_the_cluster_s() -> None:
     asked = request(8, slots_per_node=4, global_batch=64)
     found = question_of(heavy_end(), asked)
     assert found.minibatch == 8 and [level.count for level in found.levels] == [4, 2]
-    assert [node.compute_s for node in found.graph.nodes] == pytest.approx(
-        [21.6, 16.8, 33.6, 24.0]
-    )
+    assert [state.compute_s for state in found.states] == pytest.approx([21.6, 38.4, 72.0, 96.0])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -58,8 +58,8 @@ def test_frozen_layers_are_read_from_the_cache_where_ours_are(
 ) -> None:
     # 8 samples a slot: a layer takes 3 s a sample, a frozen one 1/2 s, a row of the cache 1/8 s.
     request = PlanRequest(2, 2, 16, 2, prefix_cached_s=cached_s, prefix_read_ahead=ahead)
-    graph = question_of(uniform(4), request).graph
-    assert [node.compute_s for node in graph.nodes] == [bottom_s, 24.0]
+    states = question_of(uniform(4), request).states
+    assert [state.compute_s for state in states] == [bottom_s, bottom_s + 24.0]
     # Sums are free, so that both slots do half of all the work.
     assert replicate(uniform(4), request).plan.seconds == pytest.approx((bottom_s + 24.0) / 2)
 

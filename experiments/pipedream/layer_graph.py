@@ -18,9 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
-
-from autopipe.profile.profile import Profile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -135,22 +132,6 @@ def read_graph(text: str) -> LayerGraph:
                 f"profile ({error})"
             ) from error
     return LayerGraph(tuple(nodes), tuple(edges))
-
-
-def graph_of(profile: Profile, batch: int) -> LayerGraph:
-    """Return a profile's sublayers as a chain, for a minibatch of `batch` samples."""
-    nodes = tuple(
-        LayerNode(
-            cost.name,
-            f"layer {cost.layer}",
-            profile.forward_s(index, batch),
-            profile.backward_s(index, batch),
-            (batch * cost.output_bytes,),
-            float(cost.parameter_bytes),
-        )
-        for index, cost in enumerate(profile.sublayers)
-    )
-    return LayerGraph(nodes, tuple((below.name, above.name) for below, above in pairwise(nodes)))
 
 
 def _read_node(parts: Sequence[str]) -> LayerNode:

@@ -11,30 +11,11 @@ start from the first node without inputs; others are computed as soon as somethi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from autopipe.profile import LayerGraph
+from autopipe.pipedream import CutState
+from experiments.pipedream.layer_graph import LayerGraph
 
 _MOST_STATES = 5000
-
-
-@dataclass(frozen=True)
-class CutState:
-    """Describe a cut.
-
-    Args:
-        nodes: names of the nodes below it, in the graph's order.
-        below: indices of the states that come before this one on some path of cuts.
-        compute_s, saved_bytes, parameter_bytes: of all nodes below it.
-        crossing_bytes: outputs that are still wanted above it.
-    """
-
-    nodes: tuple[str, ...]
-    below: tuple[int, ...]
-    compute_s: float
-    saved_bytes: float
-    parameter_bytes: float
-    crossing_bytes: float
 
 
 def trimmed(graph: LayerGraph) -> LayerGraph:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopipe.pipedream import cut_states, trimmed
-from autopipe.profile import LayerGraph, LayerNode, read_graph
+from autopipe.pipedream import Machines, optimize
+from experiments.pipedream.cuts import cut_states, trimmed
+from experiments.pipedream.layer_graph import LayerGraph, LayerNode, read_graph
 
 TEXT = """\
 node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, {out}=0.000, \
@@ -115,3 +116,14 @@ def test_a_second_source_is_computed_when_it_is_needed() -> None:
 def test_what_has_nothing_to_do_with_the_first_node_is_left_out() -> None:
     two = graph("abcd", "ab", "cd")
     assert [state.nodes for state in cut_states(two)] == [("a",), ("a", "b")]
+
+
+def test_a_branching_graph_is_cut_as_its_line_of_cuts() -> None:
+    costs = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 2.0}
+    nodes = [LayerNode(name, name, s, 0.0, (0.0,), 0.0) for name, s in costs.items()]
+    edges = (("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"))
+    states = cut_states(LayerGraph(tuple(nodes), edges))
+    plan = optimize(states, [Machines(2, 1e9)], straight=True)
+    assert plan.seconds == 3.0
+    first = plan.stages[0]
+    assert set(states[first.end - 1].nodes) == {"a", "b"}
