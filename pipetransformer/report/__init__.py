@@ -7,7 +7,7 @@ progress          the bar
 fit_report        the table at the end, and closing lines
 callbacks         events for the user's callbacks
 score             what policies would have frozen in a recorded run, and saved
-page              report.html; sections, freeze_sections and trace_section are its parts
+page              report.html; sections and freeze_sections are its parts
 """
 
 from pipetransformer.report.callbacks import Callback, Events, check_callbacks

@@ -25,7 +25,7 @@ from pipetransformer.report.records import (
     of_kind,
     read_records,
 )
-from pipetransformer.report.sections import TRACE_FILE, Rows, Section, sections_of
+from pipetransformer.report.sections import Rows, Section, sections_of
 
 PAGE_FILE = "report.html"
 _LOGGER = logging.getLogger(__name__)
@@ -240,6 +240,6 @@ def _most_steps(records: list[Record]) -> int | None:
 
 
 def _sizes(folder: Path) -> list[tuple[int, int]]:
-    """Return what changes when a file that the page shows is written."""
-    paths = [path for name in (RECORDS_FILE, TRACE_FILE) if (path := folder / name).exists()]
-    return [(stat.st_size, stat.st_mtime_ns) for stat in (path.stat() for path in paths)]
+    """Return what changes when the file that the page shows is written."""
+    path = folder / RECORDS_FILE
+    return [(stat.st_size, stat.st_mtime_ns) for stat in ([path.stat()] if path.exists() else [])]

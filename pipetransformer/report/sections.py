@@ -1,6 +1,6 @@
 """Turn a run's records into the sections of a page: figures, tables and sentences.
 
-    learning ─ pipelines ─ time ─ cache ─ decisions ─ signals ─ trace
+    learning ─ pipelines ─ time ─ cache ─ decisions ─ signals
 
 A figure is plotly's, as a dict of lists and numbers. Records of older versions lack fields, and a
 young run lacks kinds of records: a section draws what there is, and says what is missing.
@@ -31,13 +31,12 @@ from pipetransformer.report.page_figures import (
     text_of,
 )
 from pipetransformer.report.records import Record, epochs_of, of_kind
-from pipetransformer.report.trace_section import TRACE_FILE, trace_section
 
 _MOST_POINTS = 4000
 
 
 def sections_of(records: list[Record], folder: Path) -> list[Section]:
-    """Return the sections of a run's latest branch; its folder may hold a trace and looks."""
+    """Return the sections of a run's latest branch; its folder may hold looks."""
     return [
         _learning(records),
         _pipelines(records),
@@ -45,7 +44,6 @@ def sections_of(records: list[Record], folder: Path) -> list[Section]:
         _cache(records),
         decisions_section(records),
         signals_section(records, folder),
-        trace_section(folder / TRACE_FILE),
     ]
 
 

@@ -38,13 +38,12 @@ TITLES = [
     "Cache",
     "Decisions",
     "What the policy saw of each layer",
-    "A step's trace",
 ]
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train four epochs of four steps; layers freeze, rows are read, a step is traced."""
+    """Train four epochs of four steps; layers freeze, rows are read."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     with Trainer(
         tiny_model(),
@@ -57,7 +56,6 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder=folder,
         progress=False,
     ) as trainer:
-        trainer.trace_step().save_chrome(folder / "trace.json")
         trainer.fit()
     write_page(folder)
     return folder
@@ -199,21 +197,9 @@ def test_tables_hold_all_transitions_reasons_and_seconds(run_folder: Path) -> No
     assert float(seconds["compute"]) == pytest.approx(computed, abs=5e-4)
 
 
-def test_the_traced_step_has_every_span_at_its_time(run_folder: Path) -> None:
-    drawn = traces_in(page_of(run_folder))
-    events = json.loads((run_folder / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {span["cat"] for span in spans} >= {"forward", "backward"}
-    for span in spans:
-        bars = drawn[span["cat"].replace("_", " ")]
-        place = bars["text"].index(span["name"])
-        assert bars["base"][place] == span["ts"] / 1e3 and bars["x"][place] == span["dur"] / 1e3
-        assert bars["y"][place].startswith("stage 0, ")
-
-
 def test_plotly_accepts_every_figure(run_folder: Path) -> None:
     figures = figures_in(page_of(run_folder))
-    assert len(figures) == 11
+    assert len(figures) == 10
     for figure in figures:
         graph_objects.Figure(figure)  # Raises on a name or a value that it does not know.
 
@@ -243,11 +229,6 @@ def test_the_page_loads_nothing(run_folder: Path) -> None:
 
 def evil_run(folder: Path) -> Path:
     """Write a run whose names and reasons are all meant to break the page."""
-    span = {"ph": "X", "name": EVIL, "cat": EVIL, "pid": 1, "tid": 1, "ts": 0.0, "dur": 5.0}
-    names = [
-        {"ph": "M", "name": kind, "pid": 1, "tid": 1, "args": {"name": EVIL}}
-        for kind in ("process_name", "thread_name")
-    ]
     breakdown = {EVIL: 1.0, "compute": 1.0}
     write(
         folder,
@@ -258,7 +239,6 @@ def evil_run(folder: Path) -> Path:
         {"kind": "evaluation", "step": 4, "elapsed_s": 5.0, EVIL: 0.5},
         {"kind": "end", "step": 4, "elapsed_s": 5.0},
     )
-    (folder / "trace.json").write_text(json.dumps({"traceEvents": [*names, span]}))
     return folder
 
 
@@ -284,7 +264,6 @@ def test_a_run_that_has_recorded_nothing_has_a_page_that_says_so(tmp_path: Path)
         "Nothing was looked up",
         "No decision is recorded.",
         "No signal is recorded",
-        "The folder holds no trace.json",
     ):
         assert said in page
     assert figures_in(page) == []
@@ -294,17 +273,6 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no records.jsonl; give the folder= of a run"):
         write_page(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}]}']
-)
-def test_a_damaged_trace_is_named_and_the_rest_is_drawn(tmp_path: Path, text: str) -> None:
-    write(tmp_path, step_of(0))
-    (tmp_path / "trace.json").write_text(text)
-    write_page(tmp_path)
-    assert "trace.json is not as Trace.save_chrome writes it" in page_of(tmp_path)
-    assert points(traces_in(page_of(tmp_path))["each step"]) == [(0, 1.0)]
 
 
 def test_records_of_older_versions_are_drawn_by_what_they_have(tmp_path: Path) -> None:
