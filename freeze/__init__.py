@@ -10,7 +10,6 @@ Only a contiguous prefix freezes: `num_frozen` = f freezes layers 0..f-1, 0 <= f
 `apply` freezes a model's bottom layers in place, in any training loop.
 """
 
-from freeze.freeze_choice import FreezeChoice, chosen_policy
 from freeze.in_place import apply, find_layers
 from freeze.journal_lines import JOURNAL_FILE, note_decision, read_line, sealed_line
 from freeze.policies import (
@@ -23,7 +22,6 @@ from freeze.policies import (
     Plasticity,
     QuietUpdates,
     Replay,
-    Shadow,
     TimeBudget,
 )
 from freeze.policy import (
@@ -40,13 +38,13 @@ from freeze.policy import (
     checked_decision,
     frozen_since,
 )
-from freeze.policy_names import POLICY_HELP, named_policy
+from freeze.policy_names import POLICY_HELP, FreezeChoice, chosen_policy, named_policy
 
 __all__ = [
     "AlphaSchedule", "AutoFreeze", "FreezeChoice", "FreezeContext", "FreezeDecision",
     "FreezePolicy", "FreezeSchedule", "Guarded", "JOURNAL_FILE", "LayerStats", "Linear",
     "MEASURED_SIGNALS", "NeverFreeze", "POLICY_HELP", "PROBE_SIGNALS", "PaperRule", "Plasticity",
-    "PolicyError", "PolicyFunction", "QuietUpdates", "Replay", "Shadow", "TimeBudget", "apply",
+    "PolicyError", "PolicyFunction", "QuietUpdates", "Replay", "TimeBudget", "apply",
     "as_policy", "checked_decision", "chosen_policy", "find_layers", "frozen_since",
     "named_policy", "note_decision", "read_line", "sealed_line",
 ]  # fmt: skip

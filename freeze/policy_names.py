@@ -1,4 +1,4 @@
-"""Name a policy in one word, as options of commands do."""
+"""Turn what may be said of freezing into a policy: a number, numbers by epoch, a word."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from freeze.policies import (
     AlphaSchedule,
@@ -22,7 +22,16 @@ from freeze.policies import (
     Replay,
     TimeBudget,
 )
-from freeze.policy import FreezePolicy, NeverFreeze, as_policy
+from freeze.policy import (
+    MEASURED_SIGNALS,
+    FreezePolicy,
+    NeverFreeze,
+    PolicyFunction,
+    as_policy,
+)
+
+FreezeChoice: TypeAlias = int | Sequence[int] | str | FreezePolicy | PolicyFunction
+"""A number of blocks, one for each epoch, a policy's name, a policy, or a function."""
 
 POLICY_HELP = (
     "none, budget[:0.5], paper:1/3, alpha:1/3, schedule:0,0,4,8, linear[:0.1,0.8], auto[:50], "
@@ -30,6 +39,28 @@ POLICY_HELP = (
     "guarded:4,POLICY keeps so many layers from freezing, paced:3,POLICY takes one at a time, "
     "wanted at so many decisions in a row"
 )
+
+
+def chosen_policy(
+    freeze: FreezeChoice | None, measured: frozenset[str] = MEASURED_SIGNALS
+) -> FreezePolicy:
+    """Turn numbers and names into a policy, too, beside what `as_policy` takes.
+
+    Raises:
+        TypeError, ValueError: it is none of what may be chosen; see `as_policy`, too.
+    """
+    if isinstance(freeze, (int, Sequence)):
+        try:
+            if isinstance(freeze, str):
+                freeze = named_policy(freeze)
+            else:
+                freeze = FreezeSchedule([freeze] if isinstance(freeze, int) else freeze)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"freeze is {freeze!r}; give a number of blocks, or one for each epoch, a policy, "
+                f"a function of a FreezeContext, or a policy's name: {error}"
+            ) from error
+    return as_policy(freeze, measured)
 
 
 def named_policy(text: str) -> FreezePolicy:

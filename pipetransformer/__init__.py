@@ -35,7 +35,6 @@ from freeze import (
     PolicyError,
     QuietUpdates,
     Replay,
-    Shadow,
     TimeBudget,
 )
 from pipetransformer.checks import Verification
@@ -71,7 +70,7 @@ __all__ = [
     "Guarded", "LayerStats", "LayeredModel", "Linear", "Loss", "NeverFreeze",
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
-    "Replay", "Ring", "Shadow", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",
+    "Replay", "Ring", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",
     "TimeBudget", "Trace", "TrainConfig", "Trainer", "Verification",
     "VerificationError", "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup",
     "fastest_plan", "flatten_sequential", "is_checkpointing", "is_recomputing", "launch",

@@ -79,10 +79,7 @@ class GradientSignals:
 
     @torch.no_grad()
     def squared_norms(
-        self,
-        reduce: Callable[[Tensor], Tensor] | None = None,
-        *,
-        scale: Tensor | None = None,
+        self, reduce: Callable[[Tensor], Tensor] | None = None, *, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the squared norm of each part, (parts,) float64, and what `squared_norm` returns.
 

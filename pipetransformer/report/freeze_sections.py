@@ -29,7 +29,6 @@ _SIGNAL_TITLES = {
     "probe_change": "Similarity-preserving loss",
 }
 
-_SHADOWED = re.compile(r"would have \d+ frozen( and \[.*?\] resting)?")
 _NUMBERS = re.compile(r"\d[\d.e+-]*")
 
 
@@ -58,14 +57,9 @@ def decisions_section(records: list[Record]) -> Section:
 
 
 def _what_is_decided(decision: Record) -> tuple[object, ...]:
-    """Return what alike decisions share: what changes, and the reason's words without numbers.
-
-    The numbers of what a wrapped policy would freeze (`Shadow`) are part of its words.
-    """
+    """Return what alike decisions share: what changes, and the reason's words without numbers."""
     fields = ("frozen_before", "frozen", "resting_before")
-    reason = str(decision.get("reason"))
-    shadowed = _SHADOWED.search(reason)
-    said = (shadowed[0] if shadowed else "", _NUMBERS.sub("", reason))
+    said = _NUMBERS.sub("", str(decision.get("reason")))
     return *(decision.get(field) for field in fields), said
 
 

@@ -22,7 +22,6 @@ from freeze import (
     PaperRule,
     PolicyError,
     Replay,
-    Shadow,
     as_policy,
     checked_decision,
 )
@@ -159,55 +158,6 @@ def test_a_state_that_no_checkpoint_holds_is_refused_before_training() -> None:
         as_policy(Remembering())
 
 
-def test_a_shadow_says_what_its_policy_would_have_frozen() -> None:
-    policy, alone = Shadow(PaperRule(1 / 2)), PaperRule(1 / 2)
-    assert policy.signals == alone.signals and policy.name == "Shadow(PaperRule)"
-    acting = run(alone, 4)
-    said = []
-    for epoch in range(4):
-        decision = checked_decision(policy, context_of(epoch, 0))
-        assert decision.num_frozen == 0
-        said.append(decision.reason)
-    pairs = zip(acting, said, strict=True)
-    assert all(f"would have {num} frozen" in text for num, text in pairs)
-    assert said[-1].startswith(f"keep: would have {acting[-1]} frozen: paper's rule")
-    other = Shadow(PaperRule(1 / 2))
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert other.decide(context_of(4, 0)) == policy.decide(context_of(4, 0))
-    with pytest.raises(ValueError, match="resume with the policy that wrote"):
-        other.load_state_dict({})
-
-
-def test_a_shadow_s_policy_sees_its_own_layers_at_rest() -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    def policy(context: FreezeContext) -> FreezeDecision:
-        measured = [layer.index for layer in context.layers if layer.gradient_norm is not None]
-        seen.append((context.resting, measured))
-        return FreezeDecision(1, "two train", (2, 4 + context.epoch % 2))
-
-    shadow, said = Shadow(policy), []
-    for epoch in (0, 1, 3):
-        if epoch == 1:
-            state = json.loads(json.dumps(shadow.state_dict()))
-            shadow = Shadow(policy)
-            shadow.load_state_dict(state)
-        decision = checked_decision(shadow, context_of(epoch, 0))
-        assert (decision.num_frozen, decision.resting) == (0, ())
-        said.append(decision.reason)
-    rest = [i for i in range(1, 12) if i != 2]
-    assert seen == [
-        ((), list(range(12))),
-        ((2, 4), [i for i in rest if i != 4]),
-        ((2, 5), [i for i in rest if i != 5]),
-    ]
-    assert said == [
-        "keep: would have 1 frozen and [2, 4] resting: two train",
-        "keep: would have 1 frozen and [2, 5] resting: two train",
-        "keep: would have 1 frozen and [2, 5] resting: keep: two train",
-    ]
-
-
 def test_a_replay_freezes_at_the_very_steps(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
@@ -277,7 +227,7 @@ def test_wrapped_functions_see_the_context() -> None:
         seen.append(context.num_frozen)
         return FreezeDecision(2, "two")
 
-    shadow = Shadow(policy)
+    guarded = Guarded(policy)
     for epoch in range(3):
-        shadow.decide(context_of(epoch, 0))
+        guarded.decide(context_of(epoch, 2 * (epoch > 0)))
     assert seen == [0, 2, 2]

@@ -19,7 +19,6 @@ from freeze import (
     LayerStats,
     Linear,
     NeverFreeze,
-    Shadow,
     as_policy,
     checked_decision,
 )
@@ -185,20 +184,6 @@ def test_another_reason_is_another_line() -> None:
     ]
 
 
-def test_a_shadow_s_lines_say_what_would_have_changed_and_when() -> None:
-    shadow = Shadow(Linear(begin=0.25, end=0.5))
-    said = [line.split(":")[:2] for line in rows(recorded(shadow, 20))]
-    assert [f"{line}:{would}" for line, would in said] == [
-        "0 to 4 0 0 → 0 keep: would have 0 frozen",
-        "5 0 0 → 0 keep: would have 1 frozen",
-        "6 to 7 0 0 → 0 keep: would have 1 frozen",
-        "8 0 0 → 0 keep: would have 2 frozen",
-        "9 0 0 → 0 keep: would have 2 frozen",
-        "10 0 0 → 0 keep: would have 3 frozen",
-        "11 to 19 0 0 → 0 keep: would have 3 frozen",
-    ]
-
-
 def other_rests(seen: FreezeContext) -> FreezeDecision:
     resting = (2,) if seen.step < 4 else (3,)
     return FreezeDecision(0, "the other one trains", resting)
@@ -211,6 +196,3 @@ def test_layers_that_rest_are_told() -> None:
         "4 0 0 → 0 2 the other one trains",
         "5 to 7 0 0 → 0 3 keep: the other one trains",
     ]
-    shadowed = rows(recorded(Shadow(as_policy(other_rests)), 8))
-    assert [line.split()[0] for line in shadowed] == ["0", "1", "4", "5"]
-    assert "keep: would have 0 frozen and [3] resting: the other one trains" in shadowed[2]

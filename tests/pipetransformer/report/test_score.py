@@ -28,7 +28,6 @@ from freeze import (
     PaperRule,
     Plasticity,
     QuietUpdates,
-    Shadow,
     as_policy,
 )
 from pipetransformer import PlanSituation, fastest_plan
@@ -81,15 +80,6 @@ def test_a_run_s_own_policy_scores_as_the_run(tmp_path: Path, name: str) -> None
     assert ours.train_s == own.train_s
     # A schedule's reason says that it keeps what is frozen, too.
     assert ours.reasons == own.reasons
-
-
-def test_a_policy_that_froze_nothing_else_scores_as_a_shadow_s(tmp_path: Path) -> None:
-    train(tmp_path, Shadow(AutoFreeze()), signals=ALL)
-    decisions = read_decisions(tmp_path)
-    found = score(decisions, AutoFreeze())
-    wanted = {one.context.step: one.reason for one in decisions}
-    for step, num_frozen in found.frozen.items():
-        assert wanted[step].startswith(f"keep: would have {num_frozen} frozen")
 
 
 def test_seconds_add_up_by_what_each_decision_predicted(tmp_path: Path) -> None:

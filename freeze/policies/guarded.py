@@ -1,4 +1,4 @@
-"""Wrap a policy: hold it back, or only listen to it."""
+"""Hold a policy back."""
 
 from __future__ import annotations
 
@@ -14,33 +14,11 @@ from freeze.policy import (
     PolicyFunction,
     as_policy,
     checked_decision,
-    frozen_since,
 )
 
 
-class _Around(FreezePolicy):
-    def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
-        self._policy = as_policy(policy)
-        self.signals = self._policy.signals
-        self.interval_share = self._policy.interval_share
-
-    @property
-    def name(self) -> str:
-        return f"{type(self).__name__}({self._policy.name})"
-
-    def check(self, num_layers: int) -> None:
-        self._policy.check(num_layers)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"policy": self._policy.state_dict(), **super().state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({name: own for name, own in state.items() if name != "policy"})
-        self._policy.load_state_dict(state["policy"])
-
-
 @final
-class Guarded(_Around):
+class Guarded(FreezePolicy):
     """Hold a policy back, so that it freezes later, more slowly, or less far.
 
     Args:
@@ -82,7 +60,8 @@ class Guarded(_Around):
         ):
             if not value >= least:
                 raise ValueError(f"{name} is {value}; give at least {least}")
-        super().__init__(policy)
+        self._policy = as_policy(policy)
+        self.signals, self.interval_share = self._policy.signals, self._policy.interval_share
         self._warmup, self._patience = warmup, patience
         self._min_active = checked_count("min_active", min_active)
         self._at_once = at_once
@@ -92,6 +71,20 @@ class Guarded(_Around):
         self._best: float | None = None
         self._frozen_at_best = 0
         self._seen: list[float | int | None] = []
+
+    @property
+    def name(self) -> str:
+        return f"Guarded({self._policy.name})"
+
+    def check(self, num_layers: int) -> None:
+        self._policy.check(num_layers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self._policy.state_dict(), **super().state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: value for name, value in state.items() if name != "policy"})
+        self._policy.load_state_dict(state["policy"])
 
     def decide(self, context: FreezeContext) -> FreezeDecision | None:
         # Asked at every decision, even in the warm-up, as a policy may remember what it saw.
@@ -139,27 +132,3 @@ class Guarded(_Around):
         if gain >= -self._tolerance or context.num_frozen <= self._frozen_at_best:
             return None
         return f"{self._thaw_on} fell back from {self._best} to {value}"
-
-
-@final
-class Shadow(_Around):
-    """Ask a policy but freeze nothing: the records say what it would have frozen, and why.
-
-    The policy sees the layers that it chose as frozen, or resting, although they go on training.
-    """
-
-    _remembered = ("since", "resting")
-
-    def __init__(self, policy: FreezePolicy | PolicyFunction) -> None:
-        super().__init__(policy)
-        self._since: list[int] = []
-        self._resting: list[int] = []
-
-    def decide(self, context: FreezeContext) -> FreezeDecision:
-        seen = context.as_frozen(tuple(self._since), tuple(self._resting))
-        wanted = checked_decision(self._policy, seen)
-        self._since = list(frozen_since(self._since, wanted.num_frozen, context.step))
-        self._resting = list(wanted.resting)
-        rests = f" and {self._resting} resting" if self._resting else ""
-        text = f"would have {wanted.num_frozen} frozen{rests}: {wanted.reason}"
-        return FreezeDecision(context.num_frozen, text, context.resting)
