@@ -18,14 +18,7 @@ from autocache.device_store import DeviceStore, device_bytes
 from autocache.kept_store import KeptRows, KeptStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import CacheStats, PrefixCache
-from autocache.row_content import (
-    DIGEST,
-    HIDDEN,
-    Positions,
-    RowContent,
-    by_position,
-    own_lengths,
-)
+from autocache.row_content import DIGEST, HIDDEN, Positions, RowContent, by_position, own_lengths
 from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowStore

@@ -30,8 +30,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
+from operator import add
 from typing import TypeAlias
 
 import torch
@@ -85,12 +86,7 @@ class CacheStats:
         self.misses += misses
 
     def __add__(self, other: CacheStats) -> CacheStats:
-        return CacheStats(
-            self.hits + other.hits,
-            self.upgrades + other.upgrades,
-            self.misses + other.misses,
-            self.seconds + other.seconds,
-        )
+        return CacheStats(*map(add, astuple(self), astuple(other)))
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -25,10 +25,7 @@ class PrefixRows:
     """
 
     def __init__(
-        self,
-        store: ActivationStore | None,
-        content: RowContent,
-        stamps: Sequence[int],
+        self, store: ActivationStore | None, content: RowContent, stamps: Sequence[int]
     ) -> None:
         self._store, self._content, self._stamps = store, content, stamps
         # Deeper layers must not run on a rounded row: their output would be rounded again.

@@ -43,8 +43,6 @@ _LOCK_TIMEOUT_S = 120.0
 """The lock is held while a file is reserved: seconds for a large one on a slow disk."""
 _POLL_S = 0.01
 _MOST_ROWS = 1 << 40
-_BATCH = 256
-"""Rows that are read at a time to look for damaged ones."""
 
 MadeFrom = Mapping[str, Any]
 """All that decides what rows hold, as plain values of JSON. "stamp" is that of the layers."""
@@ -189,22 +187,6 @@ class RowSets:
         """
         with self._locked():
             return self._room(wanted_bytes)
-
-    def verify(self, name: str) -> int:
-        """Read every row of a set; empty those that are damaged, and return their number.
-
-        Raises:
-            ValueError: its description or its file is not what was written.
-        """
-        with self._locked():
-            made_from, layout, _ = _read_about(self.folder / name)
-            opened = self._opened(made_from, layout)
-        if opened is None:
-            raise ValueError(f"{self.folder / name} was damaged, and is removed")
-        with closing(opened):
-            store, stamps = opened.store, (int(made_from["stamp"], 16),)
-            ids = torch.arange(store.num_rows)
-            return sum(store.read(part, stamps).num_corrupt for part in ids.split(_BATCH))
 
     def _opened(self, made_from: MadeFrom, layout: RowLayout) -> OpenSet | None:
         folder = self.folder / _name_of(made_from, layout)

@@ -16,12 +16,11 @@ _DAY_S = 86400.0
 
 
 def add_cache_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the commands `ls`, `rm` and `verify`."""
+    """Add the commands `ls` and `rm`."""
     commands = parser.add_subparsers(required=True)
     listing = commands.add_parser("ls", help="say what is kept, the last used first")
     removing = commands.add_parser("rm", help="remove sets of rows that no process uses")
-    checking = commands.add_parser("verify", help="read every row; those that are damaged go")
-    for one in (listing, removing, checking):
+    for one in (listing, removing):
         one.add_argument("folder", type=Path, help="the cache_folder= of the runs")
     which = removing.add_mutually_exclusive_group(required=True)
     add = which.add_argument
@@ -31,7 +30,6 @@ def add_cache_parser(parser: argparse.ArgumentParser) -> None:
     add("--limit-bytes", type=int, help="the least recently used, until the others fit")
     listing.set_defaults(run=_list)
     removing.set_defaults(run=_remove)
-    checking.set_defaults(run=_verify)
 
 
 def _sets_in(folder: Path, limit_bytes: int | None = None) -> RowSets:
@@ -79,21 +77,6 @@ def _chosen(facts: list[SetFacts], options: argparse.Namespace) -> list[SetFacts
         if len(found) != 1:
             raise ValueError(f"{len(found)} sets have names that begin with {name!r}; see `ls`")
     return [one for one in facts if one.name.startswith(tuple(options.names))]
-
-
-def _verify(options: argparse.Namespace, say: Callable[[str], object]) -> bool:
-    """Say how many rows are damaged; False if any is."""
-    sets = _sets_in(options.folder)
-    num_damaged = 0
-    facts = sets.facts()
-    for one in facts:
-        found = sets.verify(one.name)
-        num_damaged += found
-        if found:
-            say(f"{one.name[:_SHORT]}: {found} of {one.num_whole} rows were damaged, and are gone")
-    num_whole = sum(one.num_whole for one in facts) - num_damaged
-    say(f"{num_whole} rows are whole, {num_damaged} were not")
-    return num_damaged == 0
 
 
 def _ago(seconds: float) -> str:

@@ -172,22 +172,6 @@ def test_sets_are_described_and_removed_by_name(folder: Path) -> None:
         sets.remove("rows-0")
 
 
-def test_verify_empties_damaged_rows_and_counts_them(folder: Path) -> None:
-    one = open_set(folder)
-    one.store.write(IDS, STAMP, rows_of(IDS))
-    path = one.folder / "rows"
-    num_bytes, row_bytes = one.store.num_bytes, LAYOUT.row_bytes
-    one.close()
-    data = bytearray(path.read_bytes())
-    for row in (2, 7):
-        data[num_bytes - (NUM - row) * row_bytes + 3] ^= 16
-    path.write_bytes(data)
-    sets = RowSets(folder)
-    assert sets.verify(one.folder.name) == 2
-    assert sets.verify(one.folder.name) == 0
-    assert sets.facts()[0].num_whole == NUM - 2
-
-
 def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
     kept = KeptRows(RowSets(folder), {"data": "words"}, {})
     stamps = (0x11, 0x22)

@@ -80,17 +80,3 @@ def test_what_is_not_there_is_said(
     arguments = [one.replace("FOLDER", str(folder)) for one in given]
     assert main(["cache", *arguments]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_verify_says_how_many_rows_are_damaged_and_removes_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / names(folder)[0] / "rows"
-    data = bytearray(path.read_bytes())
-    data[-LAYOUT.row_bytes] ^= 1
-    path.write_bytes(data)
-    assert main(["cache", "verify", str(folder)]) == 1
-    found = capsys.readouterr().out
-    assert "1 of 10 rows were damaged, and are gone" in found
-    assert "13 rows are whole, 1 were not" in found
-    assert main(["cache", "verify", str(folder)]) == 0
