@@ -6,7 +6,7 @@ request ─► search ─► estimate ─► simulation
 
 from autopipe.plan.explanation import ExplainedPlan, confidence, explain, runners_up
 from autopipe.plan.published import (
-    best_count,
+    best_first,
     plan_as_published,
     published_length,
     published_split,
@@ -27,7 +27,7 @@ from autopipe.plan.simulation import Simulation, StageTimes, simulate
 
 __all__ = [
     "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",
-    "best_count", "candidates", "explain", "fitting_lengths",
+    "best_first", "candidates", "explain", "fitting_lengths",
     "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
     "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
     "step_range", "confidence", "throughput_table",

@@ -183,8 +183,3 @@ def best_first(table: Table) -> list[int]:
     """Return every M, the highest throughput first; of equals the smallest first."""
     # Nine digits, so that rounding makes no difference.
     return sorted(table, key=lambda count: (-float(f"{table[count]:.9g}"), count))
-
-
-def best_count(table: Table) -> int:
-    """Return the M of the highest throughput; of equals the smallest."""
-    return best_first(table)[0]

@@ -78,11 +78,7 @@ def _plainest(plans: Sequence[PipelinePlan], schedules: Sequence[str]) -> Pipeli
     fastest_s = min(plan.predicted_step_s for plan in plans)
     return min(
         (plan for plan in plans if plan.predicted_step_s <= fastest_s * AS_FAST),
-        key=lambda plan: (
-            plan.recomputes,
-            plan.num_micro_batches,
-            schedules.index(plan.schedule),
-        ),
+        key=lambda plan: (plan.recomputes, plan.num_micro_batches, schedules.index(plan.schedule)),
     )
 
 

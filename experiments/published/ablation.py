@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from autopipe.plan import best_count
+from autopipe.plan import best_first
 from autopipe.profile import Profile
 from experiments.ablation.parts import ALL, FREEZE_ONLY
 from experiments.ablation.simulated import total_s as simulated_s
@@ -212,7 +212,7 @@ def _table_text(tables: Mapping[int, Mapping[int, float]]) -> str:
     """Return throughput tables as text, one row per K; the best M has a star."""
     rows = []
     for length, table in tables.items():
-        best = best_count(table)
+        best = best_first(table)[0]
         cells = [f"{f'{rate:.4g}' + '*' * (m == best):>8}" for m, rate in table.items()]
         rows.append(f"K = {length:<3} M = {', '.join(map(str, table)):<28}{''.join(cells)}")
     return "\n".join(["samples/s by pipeline length K and micro-batches M, simulated", *rows])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autopipe.plan import (
     PlanRequest,
-    best_count,
+    best_first,
     plan_as_published,
     predict,
     published_split,
@@ -113,7 +113,7 @@ class PublishedSystem:
     def best_count(self, length: int) -> int:
         """Return M for K; lengths that were not profiled take their longer neighbour's M / K."""
         profiled = min(other for other in self.tables if other >= length)
-        return best_count(self.tables[profiled]) // profiled * length
+        return best_first(self.tables[profiled])[0] // profiled * length
 
     def pipeline_s(self, num_frozen: int, length: int, replicas: int, count: int) -> float:
         """Return the seconds of a step after the frozen layers' forward."""

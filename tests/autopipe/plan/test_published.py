@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autopipe.plan.published import (
-    best_count,
+    best_first,
     plan_as_published,
     published_split,
     throughput_table,
@@ -114,7 +114,7 @@ def test_more_stages_than_active_sublayers_are_refused() -> None:
 def test_the_table_has_the_multiples_of_k_and_the_plan_its_best() -> None:
     table = throughput_table(vit_base(), request(), 8)
     assert list(table) == [8, 16, 24, 32, 40, 48]
-    assert best_count(table) == 48 == plan_as_published(vit_base(), request()).num_micro_batches
+    assert best_first(table)[0] == 48 == plan_as_published(vit_base(), request()).num_micro_batches
 
 
 def test_throughput_is_the_bubble_formula_s_for_equal_stages() -> None:
@@ -142,7 +142,7 @@ def test_a_costly_micro_batch_makes_the_table_peak_and_the_plan_follows() -> Non
     )
     asked = request(num_ranks=4, slots_per_node=4, global_batch=48)
     table = throughput_table(fixed, asked, 4)
-    assert plan_as_published(fixed, asked).num_micro_batches == best_count(table) == 4
+    assert plan_as_published(fixed, asked).num_micro_batches == best_first(table)[0] == 4
     assert sorted(table.values(), reverse=True) == list(table.values())
 
 
