@@ -94,10 +94,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
-        """Return the (B,) depths that `read` would find rows at, unless they are damaged.
-
-        For the fetching thread.
-        """
+        """Return the (B,) depths of undamaged rows, as `read`. For the fetching thread."""
 
     @abstractmethod
     def read(
@@ -107,11 +104,9 @@ class ActivationStore(ABC):
 
         For the fetching thread, and beside it for the one that reads ahead, with `in_background`.
 
-        Args:
-            into: tensors from `buffers`, for B rows or more, that the rows are copied into; fresh
-                memory costs as much as the copy.
-            in_background: whether a thread reads, beside what is computed. It leaves torch's
-                threads alone, and warning to `warn_of_damage`.
+        Rows are copied `into` tensors from `buffers`, for B rows or more: fresh memory costs as
+        much as the copy. In the background torch's threads are left alone, and nothing is warned
+        of, see `warn_of_damage`.
         """
 
     @abstractmethod
@@ -123,10 +118,7 @@ class ActivationStore(ABC):
         """Warn of the first damaged rows. For the fetching thread."""
 
     def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
-        """Return memory for `read` to copy `num` rows into, page-locked if asked.
-
-        For any thread.
-        """
+        """Return memory for `read` to copy `num` rows into, pinned if asked. For any thread."""
         return {
             field.name: torch.empty(num, field.num_words, dtype=torch.int64, pin_memory=pinned)
             for field in self.layout.fields

@@ -81,7 +81,6 @@ class KeptStore(StoreProxy):
 
     @property
     def num_bytes(self) -> int:
-        """Return what the open sets take on their file system."""
         return sum(one.store.num_bytes for one in self._open_sets())
 
     @property

@@ -113,12 +113,8 @@ def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, i
     """Return how many more samples fit into the chunks that a fetch runs anyway.
 
     No layer runs on more chunks than without them: other stages may be waiting for this step.
-
-    Args:
-        found: (B,) the depths at which the rows of a fetch were found.
-        depth: the depth wanted; rows found there are not run.
-    Returns:
-        by depth, ascending, how many found there or below fit; {} if there is no room.
+    The answer is by depth, ascending, for samples found there or below; {} if there is no room.
+    `found` are the fetch's (B,) depths; rows found at the `depth` wanted are not run.
     """
     numbers = sorted(Counter(one for one in found.tolist() if one < depth).items())
     running = list(accumulate(number for _, number in numbers))

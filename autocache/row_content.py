@@ -57,9 +57,7 @@ class Positions:
 def own_lengths(mask: Tensor) -> Tensor:
     """Return the (N,) positions up to each sample's last that is no padding, on the CPU.
 
-    Args:
-        mask: (N, S), zero at padding. Of a sample that is all padding all S count: a model reads
-            some positions even then.
+    The mask, (N, S), is zero at padding. Where all is padding all S count: a model reads some.
     """
     counts = mask.cpu().reshape(len(mask), -1) != 0
     lengths = (counts * torch.arange(1, counts.shape[1] + 1)).amax(dim=1)
@@ -67,10 +65,7 @@ def own_lengths(mask: Tensor) -> Tensor:
 
 
 def by_position(hidden: Tensor, num: int) -> bool:
-    """Return whether hidden states are (N, S, ...) with S = `num` positions.
-
-    They are not where a layer pools positions, or puts a token of its own before them.
-    """
+    """Return whether hidden states are (N, S, ...) with S = `num`, not pooled or prefixed."""
     return hidden.ndim > 2 and hidden.shape[1] == num
 
 
@@ -190,12 +185,7 @@ class RowContent:
     def brought_together(
         self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Give rows and loaded samples as many positions as the longest of them needs.
-
-        Args:
-            found: (B,) depths at which the rows were found, 0 for those that are loaded.
-            rows, loaded: (B, ...) and (N, ...) each; {} for none.
-        """
+        """Give rows, found at (B,) depths, and loaded samples as many positions as they need."""
         positions = self.positions
         if positions is None:
             return rows, loaded

@@ -181,10 +181,7 @@ class RowSets:
             _delete(folder)
 
     def make_room(self, wanted_bytes: int = 0) -> int:
-        """Throw out sets, the least recently used first; return the bytes that there is room for.
-
-        Without a limit that is what is wanted, and nothing is thrown out.
-        """
+        """Throw sets out beyond the limit, the least recently used first; return what has room."""
         with self._locked():
             return self._room(wanted_bytes)
 
@@ -307,11 +304,7 @@ def _facts_of(folder: Path) -> SetFacts | None:
 
 
 def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
-    """Open a set that its folder describes.
-
-    Raises:
-        OSError, ValueError: it is damaged, or no set.
-    """
+    """Open a set that its folder describes; an OSError or ValueError where it is damaged."""
     _, layout, facts = _read_about(folder)
     num_rows = facts["num_rows"]
     with ExitStack() as undone:
@@ -347,10 +340,9 @@ def _hash(described: Mapping[str, Any]) -> str:
 
 
 def _read_about(folder: Path) -> tuple[dict[str, Any], RowLayout, dict[str, Any]]:
-    """Return what a set was made from, its layout, and all that its description says.
+    """Return what a set was made from, its layout, and the rest of its description.
 
-    Raises:
-        OSError, ValueError: it cannot be read, or does not match the folder's name.
+    An OSError or ValueError where it cannot be read, or does not match the folder's name.
     """
     try:
         facts = json.loads((folder / _ABOUT).read_text())

@@ -68,10 +68,7 @@ class SampleChecks:
     def first_compared(
         self, samples: FoundSamples, checked: Tensor, digests: Tensor, loaded: LoadedSamples
     ) -> Tensor:
-        """Compare rows whose samples were not known yet; return the positions that differ.
-
-        `digests` are the rows', `checked` the positions whose samples were loaded beside others.
-        """
+        """Return which `checked` positions differ, of samples that were not known yet."""
         if self.known is None or not len(checked):
             return checked[:0]
         rows = samples.row_ids[checked]

@@ -329,16 +329,13 @@ def copy_out(
     *,
     in_background: bool = False,
 ) -> np.ndarray:
-    """Copy rows of a field out of the file.
+    """Copy rows of a field out of the file, and return their checks, (B,) uint64.
 
     Args:
         source: (B,) row numbers in the file.
         words, out: the file's (rows, words), and (B, words), int64.
         own: (B,) words that each row has, the others become 0; None where all have all.
         factors: (words,) uint64.
-        in_background: whether to use the calling thread alone.
-    Returns:
-        (B,) uint64, the rows' checks.
     """
     checks = np.empty(len(out), np.uint64)
     table, rows = words.numpy(), out.numpy()

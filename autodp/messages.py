@@ -96,14 +96,12 @@ def gather_json(value: Any, *, group: dist.ProcessGroup | None) -> list[Any]:
 def broadcast_tensor(
     tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, what: str
 ) -> None:
-    """Give every rank of the group a rank's tensor, in messages of bounded size.
+    """Overwrite every rank's tensor with that of `source`, a global rank, in bounded messages.
 
     Args:
-        tensor: contiguous, on the CPU, of one shape and dtype on all ranks; overwritten on all but
-            the source.
-        source: global rank.
+        tensor: contiguous, on the CPU, of one shape and dtype on all ranks.
         group: with a CPU backend; None for a world of one process.
-        what: named in the error if a wait fails.
+        what: named in the error.
     Raises:
         PeerError: a rank is gone, or silent for longer than the group's time limit.
     """

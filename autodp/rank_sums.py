@@ -61,11 +61,7 @@ class MessageSums:
         self._begun.append((vector, message, _begin_sum(message, self._group)))
 
     def complete(self) -> None:
-        """Wait until all vectors hold the sums.
-
-        Raises:
-            PeerError: a rank is gone, or silent for longer than the group allows.
-        """
+        """Wait until all vectors hold the sums; a PeerError if a rank is gone or silent."""
         begun, self._begun = self._begun, []
         for vector, message, work in begun:
             _await(work, self._group)
@@ -146,13 +142,10 @@ def _on_link(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share_memory(group: dist.ProcessGroup, num_bytes: int) -> list[Tensor] | None:
-    """Make one piece of memory for each rank of a group, seen by all ranks. Collective.
+    """Make (num_bytes,) uint8 for each rank of a group, seen by all ranks. Collective.
 
-    It has no name on any disk, and is freed with its last tensor, even after a kill.
-
-    Returns:
-        (num_bytes,) uint8 on the CPU for each rank, in order, aligned to 64 bytes; None on all
-        ranks if they are not on one Linux machine, or it has no room.
+    It has no name on any disk, is aligned to 64 bytes, and is freed with its last tensor, even
+    after a kill. None on all ranks if they are not on one Linux machine, or it has no room.
     """
     descriptor, token = -1, secrets.token_bytes(_TOKEN_BYTES)
     with suppress(OSError):

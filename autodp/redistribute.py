@@ -126,12 +126,7 @@ def _describe(
 
 @dataclass(frozen=True)
 class PieceTensor:
-    """Describe a tensor of a shard, in values that JSON has, to a rank that has not seen it.
-
-    Args:
-        dtype: as torch names it, "float32".
-        on_cpu: whether it lives in host memory; else on a GPU.
-    """
+    """Describe a tensor of a shard, in JSON's values; one not `on_cpu` lives on a GPU."""
 
     name: str
     dtype: str
@@ -170,10 +165,7 @@ class Piece:
 
 
 def cut(shard: str, tensors: Sequence[PieceTensor], *, most_bytes: int) -> Iterator[Piece]:
-    """Yield a shard's tensors, in order, in as few pieces as `most_bytes` each allows.
-
-    A larger tensor is a piece by itself.
-    """
+    """Yield a shard's tensors, in order, in pieces of `most_bytes`, or of one larger tensor."""
     part: list[PieceTensor] = []
     size = 0
     for tensor in tensors:

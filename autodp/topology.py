@@ -47,9 +47,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.slots_per_node < 1:
+            counts = f"{self.num_ranks} ranks and {self.slots_per_node} slots"
             raise ValueError(
-                f"a cluster needs at least one rank and one slot a node, got "
-                f"{self.num_ranks} ranks and {self.slots_per_node} slots"
+                f"a cluster needs at least one rank and one slot a node, got {counts}"
             )
         if self.stage_workers is not None:
             if (len(self.stage_workers), sum(self.stage_workers)) != (self.length, self.num_ranks):
@@ -96,7 +96,7 @@ class Topology:
 
     @property
     def spares(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.num_ranks) if self.is_spare(rank))
+        return tuple(filter(self.is_spare, range(self.num_ranks)))
 
     def is_spare(self, rank: int) -> bool:
         return self.replica_of(rank) == self.replicas

@@ -267,11 +267,7 @@ LETTERS = {Op.FORWARD: "F", Op.RECOMPUTE: "R", Op.BACKWARD: "B", Op.UPDATE: "U"}
 
 
 def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
-    """Draw a schedule as the grid of the module's docstring; several stand side by side.
-
-    Args:
-        replicas: workers of each stage; None for one each.
-    """
+    """Draw schedules side by side, as the grids above; `replicas` are each stage's workers."""
     if not any(schedules):
         return ""
     workers = StageWorkers(tuple(replicas or (1,) * len(schedules[0])))

@@ -155,11 +155,7 @@ VERSION_RULES: dict[str, Callable[[StagePlace, int], int]] = {
 
 
 def check_versions(name: str, place: StagePlace) -> None:
-    """Check a name of `VERSION_RULES`.
-
-    Raises:
-        ValueError: it is unknown, or the stage's batches have too few micro-batches for it.
-    """
+    """Raise a ValueError for an unknown name, or one that needs more micro-batches a batch."""
     if name not in VERSION_RULES:
         raise ValueError(f"versions are {name!r}; choose one of {', '.join(VERSION_RULES)}")
     least, given = place.longest_warm_up, place.num_micro_batches

@@ -19,11 +19,7 @@ def sealed_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def read_line(line: bytes) -> dict[str, Any]:
-    """Return a line's entry.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the line is damaged.
-    """
+    """Return a line's entry; a ValueError, KeyError, TypeError or AttributeError if damaged."""
     entry: dict[str, Any] = json.loads(line)
     check = entry.pop(_CHECK)
     if check != _check_of(entry):

@@ -44,11 +44,7 @@ POLICY_HELP = (
 def chosen_policy(
     freeze: FreezeChoice | None, measured: frozenset[str] = MEASURED_SIGNALS
 ) -> FreezePolicy:
-    """Turn numbers and names into a policy, too, beside what `as_policy` takes.
-
-    Raises:
-        TypeError, ValueError: it is none of what may be chosen; see `as_policy`, too.
-    """
+    """Turn numbers and names into a policy, too, beside what `as_policy` takes and raises."""
     if isinstance(freeze, (int, Sequence)):
         try:
             if isinstance(freeze, str):

@@ -183,11 +183,7 @@ class _Table:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as "16 GiB" or "65536" states.
-
-    Raises:
-        ValueError: the text is no size.
-    """
+    """Return the bytes that a text such as "16 GiB" states; a ValueError if it is no size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?) *([A-Za-z]*)", text)
     size = float(match[1]) * _BYTES.get(match[2], 0) if match else 0
     if not 1 <= size <= _FINITE:

@@ -207,11 +207,7 @@ def _dropout(
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the FLOPs of an operation that has run.
-
-    Raises:
-        NotImplementedError: the operation is not torch's, and no formula is registered for it.
-    """
+    """Return the FLOPs of an operation that has run; a NotImplementedError if nobody said."""
     packet = func.overloadpacket
     # Ours first: torch has wrong formulas for some of these.
     if (formula := _FORMULAS.get(packet)) is not None:
@@ -229,13 +225,8 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 def _convolution_backward(gradient: Tensor, hidden: Tensor, weight: Tensor, *options: Any) -> int:
     """Count the forward's FLOPs for each gradient that is asked for.
 
-    torch's formula ignores that a group's weights see only that group's channels.
-
-    Args:
-        gradient: of the output.
-        hidden: the input.
-        weight: (C_out, C_in / groups, ...); if transposed (C_in, C_out / groups, ...).
-        options: of `aten.convolution_backward`, from bias_sizes on.
+    torch's formula ignores that a group's weights see only that group's channels. They are
+    (C_out, C_in / groups, ...), or transposed; `options` are torch's from bias_sizes on.
     """
     is_transposed, output_mask = options[4], options[-1]
     batch, _, *places = (hidden if is_transposed else gradient).shape
@@ -267,11 +258,7 @@ def _mv(matrix: Tensor, vector: Tensor) -> int:
 
 
 def _trilinear(*args: Any, **named: Any) -> int:
-    """Count a bilinear form, or one of its gradients, as a product over all summed dimensions.
-
-    Args:
-        args: three tensors, then the dimensions to insert into each.
-    """
+    """Count a bilinear form of three tensors, and the dimensions to insert into each."""
     shapes = []
     for tensor, expanded in zip(args[:3], args[3:6], strict=True):
         shape = list(tensor.shape)

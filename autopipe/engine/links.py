@@ -100,13 +100,7 @@ _HEADER_BYTES = 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describe a micro-batch's tensor.
-
-    Args:
-        shape: without the first dimension, the sample.
-        dtype: its name in torch, such as "float32".
-        requires_grad: whether the receiver sends a gradient back.
-    """
+    """Describe a sample's tensor, its dtype by name, and whether a gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -191,11 +185,7 @@ class Sender:
         self._pending: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send_header(self, specs: dict[str, TensorSpec]) -> None:
-        """Send the step's tensor specs.
-
-        Raises:
-            ValueError: they need more than the header's bytes.
-        """
+        """Send the step's tensor specs; a ValueError if they exceed the header's bytes."""
         text = json.dumps(
             {name: [list(s.shape), s.dtype, s.requires_grad] for name, s in specs.items()}
         ).encode()
@@ -246,12 +236,7 @@ class Receiver:
         self.spec: TensorSpec | None = None
 
     def begin(self, order: Sequence[int], sizes: Sequence[int]) -> None:
-        """Prepare a step; set `spec` before the first micro-batch is received.
-
-        Args:
-            order: in which the micro-batches arrive.
-            sizes: samples of each micro-batch.
-        """
+        """Prepare a step's arrivals, in order; set `spec` before the first is received."""
         self._order, self._sizes, self.spec = list(order), sizes, None
         self._posted.clear()
 

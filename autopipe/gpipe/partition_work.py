@@ -227,12 +227,9 @@ class AsInForward:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Identify a tensor's content.
+    """Identify a tensor's content; the tensor is held, so that no other gets its id.
 
-    Args:
-        identity: the tensor's id; the tensor is held, so that no other gets the id.
-        version: autograd's count of in-place changes.
-        address: of its memory; `tensor.data = other` changes it, but not the version.
+    `tensor.data = other` changes the address of its memory, but not the version.
     """
 
     identity: int

@@ -88,12 +88,7 @@ class Loss:
             )
 
     def __call__(self, output: Tensor, target: Any) -> LossValue:
-        """Return the function's value.
-
-        Raises:
-            TypeError, ValueError: it is no 0-dim mean and no (sum, count), or its count has a
-                gradient.
-        """
+        """Return the function's value; an error unless it is a 0-dim mean, or (sum, count)."""
         value = self.function(output, target)
         # Every value is checked: a loss may return another kind for some batches.
         self._refuse_value(value)

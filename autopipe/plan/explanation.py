@@ -110,9 +110,7 @@ def _saved_s(cheaper: Profile, request: PlanRequest, plan: PipelinePlan) -> floa
 def runners_up(plans: Sequence[PipelinePlan], chosen: PipelinePlan) -> list[PipelinePlan]:
     """Select the fastest plan of each other length, and the three next fastest of all.
 
-    Args:
-        plans: all that fit, fastest first.
-        chosen: left out.
+    `plans` are all that fit, fastest first; the chosen one is left out.
     """
     # Of plans that differ only by their schedule, the fastest stays.
     by_shape = {(plan.length, plan.num_micro_batches): plan for plan in reversed(plans)}
@@ -137,16 +135,12 @@ def confidence(
     *,
     current: PipelinePlan | None = None,
 ) -> str:
-    """Say how far a plan's step time is known, and which plans are as good.
-
-    Returns:
-        one line; "" where nothing was timed repeatedly.
+    """Say in a line how far a plan's step time is known, and which plans are as good.
 
     Args:
-        range_s: the taken plan's `step_range`.
+        range_s: the taken plan's `step_range`; "" is returned where nothing was timed repeatedly.
         near: from `near_fastest`, if the plan was chosen by it.
-        taken: the chosen plan.
-        current: the plan before it.
+        current: the plan before the taken one.
     """
     low_s, high_s = range_s
     if low_s == high_s:

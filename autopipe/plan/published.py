@@ -141,10 +141,8 @@ def published_split(
 def _lengths(profile: Profile, request: PlanRequest) -> list[int]:
     """Return the longest K within a node, its half, and so on."""
     if "gpipe" not in request.schedules:
-        raise ValueError(
-            f"the published rules train with 'gpipe', but schedules is {request.schedules}; leave "
-            f"the schedule open"
-        )
+        given = f"schedules is {request.schedules}; leave the schedule open"
+        raise ValueError(f"the published rules train with 'gpipe', but {given}")
     allowed = [
         length
         for length in request.length_choices()[0]

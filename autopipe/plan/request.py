@@ -210,11 +210,7 @@ class PlanRequest:
         )
 
     def sizes_of(self, length: int, num_micro_batches: int) -> tuple[int, ...]:
-        """Return the sizes of the largest replica's micro-batches.
-
-        Args:
-            num_micro_batches: their number; ignored if their size is fixed.
-        """
+        """Return the sizes of the largest replica's micro-batches; a fixed size decides alone."""
         return micro_batch_sizes(
             self.samples_of(length), num_micro_batches, fixed_size=self.micro_batch_size
         )
@@ -249,12 +245,7 @@ def replicas_of(length: int, num_ranks: int, slots_per_node: int) -> int:
 def rings_of(
     workers: tuple[int, ...], num_replicas: int, num_ranks: int, slots_per_node: int
 ) -> tuple[Ring, ...]:
-    """Return each stage's ring; pipelines fill node after node.
-
-    Args:
-        workers: of each stage.
-        num_replicas: pipelines that train; further ranks are spares.
-    """
+    """Return each stage's ring, of `workers` each; pipelines fill node after node."""
     length = sum(workers)
     block = max(length, slots_per_node)
     room = chain.from_iterable(

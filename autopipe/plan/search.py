@@ -280,8 +280,7 @@ def _split_all(
 ) -> Iterator[_Candidate]:
     """Split every shape so that its slowest stage is fastest, among the splits that fit.
 
-    Args:
-        models: a later one, which recomputes, counts where the memory limits an earlier one.
+    A later model, which recomputes, counts where the memory limits an earlier one.
     """
     has_single_stage = set[StepModel]()
     for length, sizes in shapes:

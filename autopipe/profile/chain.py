@@ -39,11 +39,7 @@ class ProfiledSublayer:
     in_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def run(self, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call the sublayer.
-
-        Raises:
-            TypeError: it returns something else than one tensor.
-        """
+        """Call the sublayer; a TypeError if it returns something else than one tensor."""
         output = self.call(hidden, batch)
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -208,11 +204,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 @contextmanager
 def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dict[int, int]]:
-    """Record the storages that graphs built inside keep until their backward, as `storages`.
-
-    Args:
-        dtypes: is filled with the storages' dtypes, by address.
-    """
+    """Record the storages that graphs built inside keep, as `storages`, and their dtypes."""
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -276,9 +276,6 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
     """Return the times on the line a + b n that fits them best, with a and b at least 0.
 
     So noise cannot make more samples cheaper, or few samples cheaper than their share.
-
-    Args:
-        sizes: ascending; a single one keeps its time.
     """
     if len(sizes) == 1 or min(seconds) <= 0:
         return tuple(seconds)

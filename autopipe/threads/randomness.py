@@ -106,11 +106,8 @@ def _put_at(generator: torch.Generator, state: Tensor) -> Iterator[None]:
 class Randomness:
     """Manage the random numbers of one partition's forwards in one step.
 
-    Args:
-        seed: for partitions that run at the same time; None lets forwards draw from torch's own
-            generator, as in the plain model.
-        draws: whether the partition may draw random numbers at all.
-        alone: whether it is the only partition, and so may change torch's own generator.
+    Without a seed, for partitions that run at the same time, forwards draw from torch's own
+    generator, as in the plain model. A partition that is alone may change that one.
     """
 
     def __init__(

@@ -71,12 +71,9 @@ def copy_stream(device: torch.device, micro_batch: int) -> torch.cuda.Stream:
 
 
 class Crossing:
-    """Carry tensors one way between two partitions.
+    """Carry tensors one way between two partitions: a number of skips, or the hidden state.
 
-    Args:
-        op: the instruction that sends them.
-        num_skips: number of a payload's tensors that go this way; None for the hidden state.
-        recorders: of sender and receiver; None without a trace.
+    `recorders` are the sender's and the receiver's; None without a trace.
     """
 
     def __init__(

@@ -235,13 +235,7 @@ class Recorder:
         self._start = self._clocks.mark(self._device)
 
     def keeps(self, *, in_flight: int, graphs: int, inputs: Sequence[Tensor | None]) -> None:
-        """Note what the stage keeps at the end of the present span.
-
-        Args:
-            in_flight: micro-batches of which it keeps anything.
-            graphs: micro-batches of which it keeps a graph.
-            inputs: kept outside of graphs, for a forward to come or to be repeated.
-        """
+        """Note what the stage keeps at the end of the span: see `Span`; inputs outside graphs."""
         self._in_flight, self._graphs = in_flight, graphs
         self._memory.set_inputs(inputs)
 

@@ -13,13 +13,7 @@ from autopipe.trace.span import Span, programs
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Sum up one stage: the part of the steps' time in which it computed, and the most it kept.
-
-    Args:
-        peak_in_flight: micro-batches of which it kept anything.
-        peak_graphs: micro-batches of which it kept a graph.
-        peak_bytes: activations.
-    """
+    """Sum up one stage: the part of the steps' time in which it computed, and the most it kept."""
 
     stage: int
     busy_fraction: float

@@ -13,9 +13,6 @@ def grown(context: FreezeContext, is_quiet: Callable[[int], bool]) -> int:
 
     A layer without trainable weights freezes with the next layer above that has some. The last
     layer never freezes.
-
-    Args:
-        is_quiet: asked for layers with weights, from the bottom, until one is not quiet.
     """
     num_frozen = context.num_frozen
     for layer in context.layers[num_frozen:-1]:
