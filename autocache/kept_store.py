@@ -199,20 +199,20 @@ class KeptStore(StoreProxy):
 
     def _opened(self, stamp: int, *, makes: bool) -> OpenSet | None:
         kept, made_from = self._kept, self._kept.made_at(stamp)
-        found: OpenSet | None
+        opened: OpenSet | None
         try:
             if makes:
-                found = kept.sets.obtain(made_from, self.layout, self.num_rows, kept.about)
+                opened = kept.sets.obtain(made_from, self.layout, self.num_rows, kept.about)
             else:
-                found = kept.sets.find(made_from, self.layout)
+                opened = kept.sets.find(made_from, self.layout)
         except OSError as error:
             _LOGGER.warning("rows are not %s: %s", "kept" if makes else "read", error)
             return None
-        if found is not None and found.store.num_rows != self.num_rows:
+        if opened is not None and opened.store.num_rows != self.num_rows:
             # A set with less room has its rows for other samples.
-            found.close()
+            opened.close()
             return None
-        return found
+        return opened
 
     def _read_at(
         self, depth: int, ids: Tensor, stamps: Stamps, into: Rows | None, in_background: bool

@@ -63,8 +63,8 @@ class RowField:
             return None
         most = max(self.shape[0], 1)
         # A damaged length may be any number. It must not lead behind the row; the check finds it.
-        own = np.minimum(lengths, np.uint64(most)).astype(np.int64)
-        return -(-own * (self.num_bytes // most) // WORD_BYTES)
+        entries = np.minimum(lengths, np.uint64(most)).astype(np.int64)
+        return -(-entries * (self.num_bytes // most) // WORD_BYTES)
 
     def as_words(self, values: Tensor) -> Tensor:
         """Return (B, *shape) values as (B, words) int64, filled up with zeros."""
@@ -142,12 +142,12 @@ class FileShape:
     def open(self, path: Path) -> mmap.mmap:
         """Map a file that another process of this node has made; see `RowStore.open`."""
         with path.open("rb+") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found == self.num_bytes:
-                mapping = mmap.mmap(file.fileno(), found)
+            size = os.fstat(file.fileno()).st_size
+            if size == self.num_bytes:
+                mapping = mmap.mmap(file.fileno(), size)
                 if np.frombuffer(mapping, np.uint64, count=1)[0] == self.fingerprint:
                     return mapping
         raise ValueError(
-            f"cache file {path} of {found} bytes has another layout than the {self.num_rows} rows "
+            f"cache file {path} of {size} bytes has another layout than the {self.num_rows} rows "
             f"of {self.layout.fields} asked for ({self.num_bytes} bytes); open it as created"
         )

@@ -176,10 +176,10 @@ class RowContent:
         """
         positions, num = self.positions, len(next(iter(batch.values())))
         digests = np.zeros(num, np.uint64)
-        own = None if positions is None else own_lengths(batch[positions.mask])
+        lengths = None if positions is None else own_lengths(batch[positions.mask])
         for name in sorted(batch):
             is_cut = positions is not None and name in positions.names
-            digests = add_entry(digests, name, batch[name], own if is_cut else None)
+            digests = add_entry(digests, name, batch[name], lengths if is_cut else None)
         return torch.from_numpy(digests.view(np.int64))
 
     def brought_together(

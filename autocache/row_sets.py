@@ -257,8 +257,8 @@ class RowSets:
         return True
 
     def _set_folders(self) -> list[Path]:
-        found = self.folder.glob(f"{_PREFIX}*")
-        return [one for one in found if one.is_dir() and not one.is_symlink()]
+        folders = self.folder.glob(f"{_PREFIX}*")
+        return [one for one in folders if one.is_dir() and not one.is_symlink()]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -378,11 +378,11 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_used(folder: Path) -> bool:
-    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return not _lock(own, fcntl.LOCK_EX)
+        return not _lock(descriptor, fcntl.LOCK_EX)
     finally:
-        os.close(own)
+        os.close(descriptor)
 
 
 def _last_used(folder: Path) -> float:

@@ -60,8 +60,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
             sums.append(_sum_of_words(values))
     if small:  # Together, as each takes less time than to begin with it.
         sums.append(_sum_of_words(torch.cat(small)))
-    found = torch.stack(sums).tolist() if sums else []
-    digest = hashlib.blake2b(repr((shapes, found)).encode(), digest_size=8)
+    numbers = torch.stack(sums).tolist() if sums else []
+    digest = hashlib.blake2b(repr((shapes, numbers)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 

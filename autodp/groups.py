@@ -175,12 +175,12 @@ def _own_group(
     members: Sequence[tuple[int, ...]], rank: int, timeout_s: float, backend: str | None
 ) -> dist.ProcessGroup | None:
     """Create a group for each list of members, in order on every rank; return this rank's."""
-    own = None
+    group_here = None
     for ranks in members:
         if len(ranks) > 1:
             limit = timedelta(seconds=timeout_s)
             group = dist.new_group(list(ranks), timeout=limit, backend=backend)
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                own = group
-    return own
+                group_here = group
+    return group_here

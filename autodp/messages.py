@@ -37,12 +37,12 @@ def waiting_for(
     try:
         yield
     except RuntimeError as error:
-        own = dist.get_rank()
+        here = dist.get_rank()
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        others = [rank for rank in ranks if rank != own]
+        others = [rank for rank in ranks if rank != here]
         if source in others:
             others = [source]
-        raise PeerError(f"rank {own} waited for {_name(others)} ({what}): {error}") from error
+        raise PeerError(f"rank {here} waited for {_name(others)} ({what}): {error}") from error
 
 
 def _name(ranks: list[int]) -> str:

@@ -58,17 +58,17 @@ def best_split(
 
     def extend(best: list[_Split], part: int, join: _Join, limit: float) -> _Split:
         """Add a part to one of the splits of fewer units."""
-        found, last = _NONE, len(best)
+        cheapest, last = _NONE, len(best)
         for first in range(last - 1, part - 1, -1):
             cost = part_cost(part, first, last)
-            if cost > limit or join(0.0, cost) >= found[0]:
+            if cost > limit or join(0.0, cost) >= cheapest[0]:
                 if grows:  # Smaller `first` only makes the part dearer.
                     break
                 continue
             joined = join(best[first][0], cost)
-            if joined < found[0] and allowed(part, first, last):
-                found = joined, (*best[first][1], last)
-        return found
+            if joined < cheapest[0] and allowed(part, first, last):
+                cheapest = joined, (*best[first][1], last)
+        return cheapest
 
     dearest, _ = solve(max, limit=math.inf)
     if dearest == math.inf:

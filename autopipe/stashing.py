@@ -158,11 +158,11 @@ def check_versions(name: str, place: StagePlace) -> None:
     """Raise a ValueError for an unknown name, or one that needs more micro-batches a batch."""
     if name not in VERSION_RULES:
         raise ValueError(f"versions are {name!r}; choose one of {', '.join(VERSION_RULES)}")
-    least, given = place.longest_warm_up, place.num_micro_batches
-    if name == "double_buffered" and given < least:
+    least, num = place.longest_warm_up, place.num_micro_batches
+    if name == "double_buffered" and num < least:
         raise ValueError(
             f"double_buffered keeps two versions, which takes at least {least} micro-batches a "
-            f"batch on {place.num_stages} stages; there are {given}"
+            f"batch on {place.num_stages} stages; there are {num}"
         )
 
 
@@ -229,7 +229,7 @@ class StashedWork(StageWork):
             leaf.grad, parameters[name].grad = parameters[name].grad, None
         back = partial(super().backward, micro_batch, starts, gradients, anchors, retain=retain)
         # With the version in place: a layer that checkpoints itself runs forward again here.
-        found = self._versions.run_with(leaves, back)
+        of_inputs = self._versions.run_with(leaves, back)
         for name, leaf in leaves.items():
             if parameters[name].grad is not None:
                 raise RuntimeError(
@@ -237,7 +237,7 @@ class StashedWork(StageWork):
                     "its former values cannot be kept; read it from the module's attribute"
                 )
             parameters[name].grad, leaf.grad = leaf.grad, None
-        return found
+        return of_inputs
 
     def update(self, micro_batch: int) -> None:
         # A micro-batch without a backward would stay, and hold its version.

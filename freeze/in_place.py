@@ -113,8 +113,8 @@ def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[st
         ValueError: parameters of several layers are flattened into one.
     """
     _refuse_flattened(model)
-    own = _bottom(model, layers, 1).freezing
-    bottom = {name: p for name, p in model.named_parameters() if p in own}
+    with_bottom = _bottom(model, layers, 1).freezing
+    bottom = {name: p for name, p in model.named_parameters() if p in with_bottom}
     return [bottom, *(dict(layer.named_parameters()) for layer in layers[1:])]
 
 
@@ -127,8 +127,8 @@ def freeze_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> N
 def freeze_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Freeze modules, wherever they are in a model, and keep them in eval mode; nothing else."""
     parts = {part for module in modules for part in module.modules()}
-    own = {one for part in parts for one in part._parameters.values() if one is not None}
-    if _freeze_only(model, {*_frozen_by_us(model), *own}) | _keep_in_eval(model, parts):
+    parameters = {one for part in parts for one in part._parameters.values() if one is not None}
+    if _freeze_only(model, {*_frozen_by_us(model), *parameters}) | _keep_in_eval(model, parts):
         _forget_compiled()
 
 
@@ -189,7 +189,7 @@ def list_before(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
     for path, module in model.named_modules():
         if path == paths[0]:
             break
-        is_apart = not any(_holds(path, own) or _holds(own, path) for own in paths)
+        is_apart = not any(_holds(path, inner) or _holds(inner, path) for inner in paths)
         if path in lists and is_apart and any(p.numel() for p in module.parameters()):
             return path
     return None

@@ -143,8 +143,8 @@ def frozen_since(before: Sequence[int], num_frozen: int, step: int) -> tuple[int
     Args:
         before: the same before the decision.
     """
-    kept = tuple(before[:num_frozen])
-    return kept + (step,) * (num_frozen - len(kept))
+    staying = tuple(before[:num_frozen])
+    return staying + (step,) * (num_frozen - len(staying))
 
 
 class FreezePolicy(ABC):

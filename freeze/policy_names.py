@@ -89,10 +89,10 @@ def _imported(module: str, name: str) -> FreezePolicy:
     folder = os.getcwd()  # A console script does not look there.
     sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), name)
+        part = getattr(importlib.import_module(module), name)
     finally:
         sys.path.remove(folder)
-    return as_policy(found() if isinstance(found, type) else found)
+    return as_policy(part() if isinstance(part, type) else part)
 
 
 def _never(value: str) -> FreezePolicy:

@@ -110,17 +110,17 @@ def _check_placement(
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"module and sample must be on one device, got {names}; move them")
-    found = devices.pop()
-    if found.type == "meta":
+    actual = devices.pop()
+    if actual.type == "meta":
         raise ValueError("nothing can be measured on the meta device; move module and sample")
     if device is None:
         return
     wanted = torch.device(device)
     # A device without an index, such as "cuda", stands for any one of its type.
-    indices = {wanted.index, found.index} - {None}
-    if wanted.type != found.type or len(indices) > 1:
+    indices = {wanted.index, actual.index} - {None}
+    if wanted.type != actual.type or len(indices) > 1:
         raise ValueError(
-            f"module and sample are on {found}, but device is {wanted}; move them there, or "
+            f"module and sample are on {actual}, but device is {wanted}; move them there, or "
             f"leave device out"
         )
 
@@ -133,8 +133,8 @@ def _micro_batch(batch: Tensors, chunks: int) -> Tensors:
         )
     lengths = {len(tensor) for tensor in members(batch)}
     if len(lengths) > 1:
-        found = ", ".join(map(str, sorted(lengths)))
-        raise ValueError(f"the input's tensors must hold equally many samples, got {found}")
+        counts = ", ".join(map(str, sorted(lengths)))
+        raise ValueError(f"the input's tensors must hold equally many samples, got {counts}")
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     num_samples = math.ceil(lengths.pop() / chunks)

@@ -57,8 +57,8 @@ class PipelineRun:
         if any(ins.op is Op.RECOMPUTE for ins in self._schedule[0]):
             self._as_in_forward = [AsInForward(partition) for partition in self._partitions]
         self._run([forwards for forwards, _ in self._halves], grad_enabled=self.keeps_graph)
-        for found in self._as_in_forward:
-            found.end_forwards()
+        for state in self._as_in_forward:
+            state.end_forwards()
         # Taken out, or the micro-batches' outputs would stay in memory until the backward.
         outputs, self._ends.outputs = self._ends.outputs, {}
         gathered = gather([outputs[i] for i in range(len(outputs))])
@@ -86,9 +86,9 @@ class PipelineRun:
         """Return the last backward's gradients of the input's tensors and of the parameters."""
         settings = self._pipeline.settings
         with settings.applied(self._devices[-1], grad_enabled=False):
-            found = self._pipeline.stages[0].take_input_gradients()
+            by_micro_batch = self._pipeline.stages[0].take_input_gradients()
             leaves = zip(*(piece.tensors for piece in self._ends.inputs), strict=True)
-            gradients = zip(*(found[i] for i in range(len(found))), strict=True)
+            gradients = zip(*(by_micro_batch[i] for i in range(len(by_micro_batch))), strict=True)
             of_inputs = [_put_together(*pair) for pair in zip(leaves, gradients, strict=True)]
             totals: dict[Tensor, Tensor] = {}
             for work in self._pipeline.works:

@@ -48,14 +48,14 @@ def trained_tensors(module: nn.Module) -> tuple[Tensor, ...]:
     # Leaves only: an attribute that is none may be an earlier forward's, with a foreign graph.
     attributes = [value for layer in module.modules() for value in vars(layer).values()]
     held = [value for value in attributes if isinstance(value, Tensor) and value.is_leaf]
-    found = dict.fromkeys([*module.parameters(), *held])
-    return tuple(tensor for tensor in found if tensor.requires_grad)
+    tensors = dict.fromkeys([*module.parameters(), *held])
+    return tuple(tensor for tensor in tensors if tensor.requires_grad)
 
 
 def needs_gradient(partitions: Sequence[Partition], inputs: Payload) -> bool:
     """Return whether a parameter or an input of a pipeline needs a gradient."""
-    given = any(tensor is not None and tensor.requires_grad for tensor in inputs.tensors)
-    return given or any(partition.parameters for partition in partitions)
+    input_needs = any(tensor is not None and tensor.requires_grad for tensor in inputs.tensors)
+    return input_needs or any(partition.parameters for partition in partitions)
 
 
 def check_trains(partitions: Sequence[Partition], inputs: Payload) -> None:

@@ -172,13 +172,13 @@ class _Stream(Ends):
     def input_of(self, micro_batch: int) -> Payload:
         """Return and forget an input; micro-batches come in order."""
         if not self.inputs:
-            found = next(self._batches, None)
-            if found is None:
+            batch = next(self._batches, None)
+            if batch is None:
                 raise ValueError(
                     f"the batches ended after {len(self.losses)}, fewer than their length says; "
                     "give a list of them"
                 )
-            pieces, loss = found
+            pieces, loss = batch
             self.inputs.extend(pieces)
             self.losses.append(loss)
         return self.inputs.pop(0)

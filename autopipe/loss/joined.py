@@ -201,9 +201,9 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
         if not any(function is one for one in _FUNCTIONS) or keywords.keys() & {"input", "target"}:
             return None
         name, options = f"F.{function.__name__}", keywords.copy
-    given = options()
-    _refuse_options(name, function, given)
-    ignored = given.get("ignore_index", -100)
+    present = options()
+    _refuse_options(name, function, present)
+    ignored = present.get("ignore_index", -100)
 
     def smoothed(label_smoothing: float) -> Loss:
         added = {"label_smoothing": label_smoothing}
@@ -211,7 +211,7 @@ def known_loss(loss_fn: Callable[..., Any]) -> Loss | None:
         return Loss(loss, is_exact=True, ignore_index=ignored)
 
     # A loss that smooths already keeps its own smoothing.
-    is_plain = function is F.cross_entropy and not given.get("label_smoothing")
+    is_plain = function is F.cross_entropy and not present.get("label_smoothing")
     return Loss(
         _TorchLoss(name, function, options),
         is_exact=True,

@@ -147,10 +147,10 @@ class SplitProbe:
         total, gradient = head_of(value), None
         if leaves := [leaf for leaf in tree_leaves(output) if leaf.requires_grad]:
             # Without a gradient, as when all targets are ignored, it is zero.
-            found = [torch.zeros_like(leaf) for leaf in leaves]
+            gradients = [torch.zeros_like(leaf) for leaf in leaves]
             if total.requires_grad:
-                found = list(torch.autograd.grad(total, leaves, materialize_grads=True))
-            gradient = torch.cat([one.reshape(size, -1) for one in found], dim=1)
+                gradients = list(torch.autograd.grad(total, leaves, materialize_grads=True))
+            gradient = torch.cat([one.reshape(size, -1) for one in gradients], dim=1)
             if not isinstance(value, tuple):
                 # A mean's gradient, times the samples, is that of the sum.
                 gradient = gradient * size

@@ -230,10 +230,10 @@ class _Sums:
 
         def between(values: Sequence[float]) -> Array:
             upto = np.array(values, dtype=np.float64)
-            found: Array = upto[None, :] - np.concatenate([[0.0], upto[:-1]])[:, None]
+            sums: Array = upto[None, :] - np.concatenate([[0.0], upto[:-1]])[:, None]
             # Below the diagonal: a stage that ends before it begins.
-            found[np.tril_indices(num, -1)] = np.inf
-            return found
+            sums[np.tril_indices(num, -1)] = np.inf
+            return sums
 
         compute = between([state.compute_s for state in states])
         compute[compute <= _NO_WORK * states[-1].compute_s] = np.inf
@@ -265,8 +265,8 @@ class _Level:
         self.best = np.stack([self._single(m)[:rows] for m in range(1, count + 1)])
         for m in range(2, count + 1):
             for j in range(1, num):
-                found = self._pipelines(j, m, slice(None)).min(axis=(0, 2))
-                self.best[m - 1, :, j] = np.minimum(self.best[m - 1, :, j], found)
+                fastest = self._pipelines(j, m, slice(None)).min(axis=(0, 2))
+                self.best[m - 1, :, j] = np.minimum(self.best[m - 1, :, j], fastest)
 
     def split(self, i: int, j: int, m: int) -> tuple[int, int] | None:
         """Return the best pipeline's last stage, as the state below it and its machines.

@@ -188,9 +188,9 @@ class StepModel:
             thread             reads t + 1 .................. |               reads t + 2
         """
         fetch_s = self.fetch_s(sizes, len(split) - 1)
-        own_s = self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
-        waits_s = max(0.0, fetch_s + self._ahead_s(sizes, len(split) - 1) - own_s)
-        return own_s + waits_s, fetch_s + waits_s
+        alone_s = self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
+        waits_s = max(0.0, fetch_s + self._ahead_s(sizes, len(split) - 1) - alone_s)
+        return alone_s + waits_s, fetch_s + waits_s
 
     def _ahead_s(self, sizes: tuple[int, ...], length: int) -> float:
         """Return the seconds of reading the next step's rows, for each worker of stage 0."""

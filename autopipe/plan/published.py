@@ -99,19 +99,19 @@ def published_length(
     lengths = _lengths(profile, request)
     num_active = len(_sizes(profile, request.num_frozen)[0])
     at_first = _largest(profile, 0, lengths[0], frozen_cost)
-    found: list[int] = []
+    fitting: list[int] = []
     for length in lengths:
         largest = _largest(profile, request.num_frozen, length, frozen_cost)
         # Too few sublayers for a length force another halving, whatever the largest part.
-        if found and found[-1] <= num_active and largest > at_first:
+        if fitting and fitting[-1] <= num_active and largest > at_first:
             break
-        found.append(length)
-    if found[-1] > num_active:
+        fitting.append(length)
+    if fitting[-1] > num_active:
         raise ValueError(
-            f"{num_active} active sublayers cannot fill any of {found} stages; allow shorter "
+            f"{num_active} active sublayers cannot fill any of {fitting} stages; allow shorter "
             f"pipelines"
         )
-    return found[-1]
+    return fitting[-1]
 
 
 def published_split(

@@ -303,7 +303,7 @@ def _split(model: StepModel, sizes: tuple[int, ...], length: int) -> tuple[list[
     # The same for all schedules, and most often it fits the memory.
     unlimited = best_split(model.num_units, length, work_s)
     assert unlimited is not None, "without a limit every shape can be split"
-    found, is_limited = [], True
+    splits, is_limited = [], True
     for schedule in model.request.schedules_of(length):
         split: tuple[int, ...] | None = unlimited
         num_bytes = model.stage_bytes(sizes, length, schedule)
@@ -315,8 +315,8 @@ def _split(model: StepModel, sizes: tuple[int, ...], length: int) -> tuple[list[
             )
         if split is not None:
             least_s = model.least_step_s(sizes, split)
-            found.append(_Candidate(model, sizes, schedule, split, least_s))
-    return found, is_limited
+            splits.append(_Candidate(model, sizes, schedule, split, least_s))
+    return splits, is_limited
 
 
 def _within(num_bytes: PartCost, limit: int, part: int, first: int, last: int) -> bool:

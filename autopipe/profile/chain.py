@@ -197,9 +197,9 @@ def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of the tensors' storages, by address; views share a storage."""
-    found = (tensor.untyped_storage() for tensor in tensors)
+    of_tensors = (tensor.untyped_storage() for tensor in tensors)
     # On the meta device addresses are 0; torch's own object then tells storages apart.
-    return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in found}
+    return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in of_tensors}
 
 
 @contextmanager
@@ -208,10 +208,10 @@ def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dic
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        found = storages([tensor])
-        saved.update(found)
+        storage = storages([tensor])
+        saved.update(storage)
         if dtypes is not None:
-            dtypes.update(dict.fromkeys(found, tensor.dtype))
+            dtypes.update(dict.fromkeys(storage, tensor.dtype))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -131,14 +131,14 @@ def skip_edges(partitions: Sequence[Iterable[nn.Module]]) -> tuple[SkipEdge, ...
         for module in modules
         for key in module.poppable()
     }
-    found: dict[tuple[int, int], list[SkipKey]] = {}
+    keys_of: dict[tuple[int, int], list[SkipKey]] = {}
     for source, modules in enumerate(skippables):
         for module in modules:
             for key in module.stashable():
                 # A skip that is popped in its own partition stays there.
                 if poppers.get(key, -1) > source:
-                    found.setdefault((source, poppers[key]), []).append(key)
-    return tuple(SkipEdge(*pair, tuple(found[pair])) for pair in sorted(found))
+                    keys_of.setdefault((source, poppers[key]), []).append(key)
+    return tuple(SkipEdge(*pair, tuple(keys_of[pair])) for pair in sorted(keys_of))
 
 
 def verify_skippables(module: nn.Sequential) -> None:

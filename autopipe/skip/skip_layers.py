@@ -114,8 +114,8 @@ def _drive(
 def _serve(layer: Skippable, command: Any, done: set[tuple[str, str]]) -> Tensor | None:
     who = layer.describe_skips()
     if not isinstance(command, Command):
-        given = type(command).__name__
-        raise TypeError(f"{who} yielded a {given}; yield stash(name, tensor) or pop(name) only")
+        kind = type(command).__name__
+        raise TypeError(f"{who} yielded a {kind}; yield stash(name, tensor) or pop(name) only")
     verb, name = command.verb, command.name
     if (verb, name) not in layer.declared_skips:
         raise RuntimeError(f"{who} tried to {verb} {name!r}; add it to skippable({verb}=[...])")
@@ -133,8 +133,8 @@ def _serve(layer: Skippable, command: Any, done: set[tuple[str, str]]) -> Tensor
 def _keep(layer: Skippable, name: str, tensor: Tensor | None) -> None:
     key, who = layer.skip_key(name), layer.describe_skips()
     if not isinstance(tensor, (Tensor, types.NoneType)):
-        given = type(tensor).__name__
-        raise TypeError(f"{who} stashed a {given} as {name!r}; stash a tensor or None")
+        kind = type(tensor).__name__
+        raise TypeError(f"{who} stashed a {kind} as {name!r}; stash a tensor or None")
     # A given store is one forward's; the thread's own may hold skips of a failed one.
     if _thread.given is None:
         _drop_leftovers(key, layer)
@@ -234,10 +234,10 @@ def _derive(
 
 
 def _importable(cls: type) -> bool:
-    found: object = sys.modules.get(cls.__module__)
+    part_of: object = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is cls
+        part_of = getattr(part_of, part, None)
+    return part_of is cls
 
 
 def _rebuild(layer: type[nn.Module], *declared: tuple[str, ...]) -> Skippable:

@@ -17,17 +17,17 @@ Lanes = dict[str, list[Span]]
 
 def lanes(spans: Sequence[Span], stage: int) -> Lanes:
     """Sort a stage's spans into lanes: "compute", "wait", and "to stage k" for its transfers."""
-    found: Lanes = {"compute": [], "wait": []}
+    by_name: Lanes = {"compute": [], "wait": []}
     for span in sorted((s for s in spans if s.stage == stage), key=lambda s: s.start_s):
         if span.peer is None:
-            found["compute" if span.is_compute else "wait"].append(span)
+            by_name["compute" if span.is_compute else "wait"].append(span)
             continue
         name, number = f"to stage {span.peer}", 1
-        while name in found and found[name][-1].end_s > span.start_s:
+        while name in by_name and by_name[name][-1].end_s > span.start_s:
             number += 1
             name = f"to stage {span.peer} ({number})"
-        found.setdefault(name, []).append(span)
-    return found
+        by_name.setdefault(name, []).append(span)
+    return by_name
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
             events.append(_about("thread_name", pid, tid, name=name))
             events.append(_about("thread_sort_index", pid, tid, sort_index=lane))
             events += [_event(span, pid, tid, origin_s) for span in members]
-        own = (span for span in spans if span.stage == stage and span.peer is None)
+        instructions = (span for span in spans if span.stage == stage and span.peer is None)
         events += [
             {
                 "name": "kept activations",
@@ -56,7 +56,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
                 "pid": pid,
                 "args": {"bytes": span.kept_bytes},
             }
-            for span in sorted(own, key=lambda span: span.end_s)
+            for span in sorted(instructions, key=lambda span: span.end_s)
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

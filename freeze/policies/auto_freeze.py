@@ -46,8 +46,8 @@ class AutoFreeze(FreezePolicy):
             return None
         limit = float(np.percentile(list(changes.values()), self._percentile))
         num_frozen = grown(context, lambda layer: changes.get(layer, math.inf) < limit)
-        found = changes.get(num_frozen)
-        said = "not measured" if found is None else f"{found:.3g}"
+        change = changes.get(num_frozen)
+        said = "not measured" if change is None else f"{change:.3g}"
         text = f"gradients changed by less than {limit:.3g}; layer {num_frozen}: {said}"
         return FreezeDecision(num_frozen, text)
 

@@ -82,9 +82,9 @@ def _read_journal(path: Path) -> list[tuple[int, _Held]]:
     try:
         entries = [read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]
         decisions = [
-            (entry["step"], (own["num_frozen"], tuple(own.get("resting", ()))))
+            (entry["step"], (decided["num_frozen"], tuple(decided.get("resting", ()))))
             for entry in entries
-            for own in (entry["decision"],)
+            for decided in (entry["decision"],)
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no journal of a run ({error})") from error

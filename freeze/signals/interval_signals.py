@@ -167,8 +167,8 @@ def _by_layer(
     by_sublayer: Mapping[str, float], layer_of: Mapping[str, int], num_layers: int
 ) -> tuple[float | None, ...]:
     """Add up sublayers' values; None for a layer without any."""
-    own: list[list[float]] = [[] for _ in range(num_layers + 1)]
+    by_layer: list[list[float]] = [[] for _ in range(num_layers + 1)]
     for name, value in by_sublayer.items():
-        own[layer_of[name]].append(value)
+        by_layer[layer_of[name]].append(value)
     # fsum is exact in any order, and the order here depends on how layers lie on stages.
-    return tuple(math.fsum(values) if values else None for values in own[:-1])
+    return tuple(math.fsum(values) if values else None for values in by_layer[:-1])
