@@ -309,8 +309,7 @@ class PrefixCache:
         lengths = {name: len(entry) for name, entry in batch.items()}
         if set(lengths.values()) != {len(ids)}:
             raise ValueError(
-                f"load was asked for {len(ids)} samples and gave {lengths}; "
-                "return one row per id in every entry"
+                f"load was asked for {len(ids)} samples and gave {lengths}; return one row per id"
             )
         return LoadedSamples(ids, batch)
 

@@ -187,8 +187,7 @@ class GradientReducer:
         self._armed = False
         if self.was_early and not again:
             raise RuntimeError(
-                "a gradient grew after it was sent; finish(again=True), on all replicas, sends it "
-                "anew"
+                "a gradient grew after it was sent; call finish(again=True) on all replicas"
             )
         for bucket in self._buckets[self._next :]:
             bucket.send(self._sums)

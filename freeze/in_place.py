@@ -173,8 +173,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         if is_apart and size == sizes[largest]:
             # For instance the experts of two alternating classes of layers.
             raise ValueError(
-                f"{largest!r} and {path!r} are equally large lists of equal blocks; give layers=, "
-                "bottom first"
+                f"{largest!r} and {path!r} are equally large lists of equal blocks; give layers="
             )
     return list(lists[largest])
 

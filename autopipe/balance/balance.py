@@ -92,9 +92,9 @@ def _check_partitions(partitions: int, module: nn.Sequential) -> None:
             f"module must be nn.Sequential to be partitioned, got a {type(module).__name__}"
         )
     if not 1 <= partitions <= len(module):
+        most = len(module)
         raise ValueError(
-            f"{len(module)} layers cannot fill {partitions} partitions; choose from "
-            f"1 to {len(module)} partitions"
+            f"{most} layers cannot fill {partitions} partitions; choose from 1 to {most}"
         )
 
 
@@ -120,16 +120,14 @@ def _check_placement(
     indices = {wanted.index, actual.index} - {None}
     if wanted.type != actual.type or len(indices) > 1:
         raise ValueError(
-            f"module and sample are on {actual}, but device is {wanted}; move them there, or "
-            f"leave device out"
+            f"module and sample are on {actual}, but device is {wanted}; move them there"
         )
 
 
 def _micro_batch(batch: Tensors, chunks: int) -> Tensors:
     if any(tensor.dim() == 0 for tensor in members(batch)):
         raise ValueError(
-            "a tensor without dimensions cannot be split into micro-batches; its "
-            "first dimension must be the sample"
+            "a tensor without dimensions cannot be split; its first must be the sample"
         )
     lengths = {len(tensor) for tensor in members(batch)}
     if len(lengths) > 1:

@@ -216,8 +216,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         return int(count(*args, **kwargs, out_val=result))
     if func.namespace not in {"aten", "prims"}:
         raise NotImplementedError(
-            f"nobody has said, by torch.utils.flop_counter.register_flop_formula, what {packet} "
-            "computes"
+            f"no register_flop_formula of torch.utils.flop_counter says what {packet} computes"
         )
     return 0
 

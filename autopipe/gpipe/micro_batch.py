@@ -40,8 +40,7 @@ def split_sizes(payload: Payload, chunks: int) -> tuple[int, ...]:
         raise ValueError("the input is an empty tuple; give at least one tensor")
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ValueError(
-            "the input holds a 0-dim tensor; a mini-batch is split along the first "
-            "dimension, so every tensor needs one"
+            "the input holds a 0-dim tensor; each needs a first dimension, the samples"
         )
     lengths = [len(tensor) for tensor in tensors]
     if len(set(lengths)) > 1:

@@ -45,8 +45,7 @@ def choose_devices(
     """Return one device a partition, as `GPipe` documents them."""
     if isinstance(devices, (str, torch.device)):
         raise TypeError(
-            f"devices is one device, {devices!r}; name one a partition: "
-            f"[{str(devices)!r}] * {num_partitions}"
+            f"devices is one device, {devices!r}; name one a partition, {num_partitions} in all"
         )
     if devices is None:
         on_cuda = torch.cuda.is_available()
@@ -68,8 +67,7 @@ def _device(name: int | str | torch.device) -> torch.device:
         return device
     if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device {device} does not exist: this machine has "
-            f"{torch.cuda.device_count()} CUDA devices"
+            f"device {device} does not exist; there are {torch.cuda.device_count()} CUDA devices"
         )
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 

@@ -145,8 +145,7 @@ def choose_loss(given: LossFunction | None, own: LossFunction | None, *, model: 
     chosen = own if given is None else given
     if chosen is None:
         raise ValueError(
-            f"a {model} has no loss of its own; give loss_fn=, for instance "
-            "torch.nn.CrossEntropyLoss()"
+            f"a {model} has no loss of its own; give loss_fn=, such as torch.nn.CrossEntropyLoss()"
         )
     if isinstance(chosen, Loss):
         return chosen

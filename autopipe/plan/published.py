@@ -108,8 +108,7 @@ def published_length(
         fitting.append(length)
     if fitting[-1] > num_active:
         raise ValueError(
-            f"{num_active} active sublayers cannot fill any of {fitting} stages; allow shorter "
-            f"pipelines"
+            f"{num_active} active sublayers cannot fill any of {fitting} stages; allow fewer"
         )
     return fitting[-1]
 
@@ -124,9 +123,9 @@ def published_split(
     """
     sizes, frozen = _sizes(profile, num_frozen)
     if not 1 <= length <= len(sizes):
+        most = len(sizes)
         raise ValueError(
-            f"{len(sizes)} active sublayers cannot fill {length} stages; choose from 1 to "
-            f"{len(sizes)} stages"
+            f"{most} active sublayers cannot fill {length} stages; choose from 1 to {most}"
         )
     cuts = list(greedy_partition(sizes, length, first_extra=frozen_cost * frozen))
     # Each empty stage takes its neighbour's nearest sublayer; other cuts stay as they are.

@@ -153,8 +153,7 @@ class PlanRequest:
                 )
         if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
             raise ValueError(
-                f"schedules {list(self.schedules)} are not all known; choose from "
-                f"{list(SCHEDULES)}"
+                f"schedules {[*self.schedules]} are not all known; choose from {[*SCHEDULES]}"
             )
         if self.recompute not in ((False,), (True,), (False, True)):
             raise ValueError(
