@@ -54,10 +54,7 @@ def count_kernels(
 ) -> list[SublayerKernels]:
     """Count every sublayer's passes over a batch, all on the meta device.
 
-    Raises:
-        ValueError: a sublayer reads the values of its input, which do not exist here, or runs an
-            operation without a FLOP formula.
-        TypeError: a sublayer returns something else than one tensor.
+    A ValueError if one reads its input's values, or runs an operation without a FLOP formula.
     """
     counts: list[SublayerKernels] = []
     below: Tensor | None = None
@@ -216,7 +213,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         return int(count(*args, **kwargs, out_val=result))
     if func.namespace not in {"aten", "prims"}:
         raise NotImplementedError(
-            f"no register_flop_formula of torch.utils.flop_counter says what {packet} computes"
+            f"nobody has said, by flop_counter.register_flop_formula, what {packet} computes"
         )
     return 0
 
