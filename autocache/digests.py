@@ -33,13 +33,8 @@ def add_entry(
     sign bits differ; where one word differs in its lowest bit it is 2**-64. The factors are the
     same in every run, so this holds for data that was not made to fit them.
 
-    Args:
-        digests: (N,) uint64, so far.
-        entry: (N, ...).
-        lengths: (N,) int64, each sample's length along the second dimension; padding behind it
-            does not enter. None for all.
-    Returns:
-        (N,) uint64.
+    Digests are (N,) uint64, the entry (N, ...). Padding behind the (N,) int64 lengths along the
+    second dimension does not enter.
     """
     shape = entry.shape[1:] if lengths is None else entry.shape[2:]
     header = hashlib.blake2b(repr((name, str(entry.dtype), tuple(shape))).encode(), digest_size=8)

@@ -30,9 +30,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import add
 from typing import TypeAlias
 
 import torch
@@ -86,7 +85,8 @@ class CacheStats:
         self.misses += misses
 
     def __add__(self, other: CacheStats) -> CacheStats:
-        return CacheStats(*map(add, astuple(self), astuple(other)))
+        counts = self.hits + other.hits, self.upgrades + other.upgrades, self.misses + other.misses
+        return CacheStats(*counts, self.seconds + other.seconds)
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -72,11 +72,7 @@ class PrefixRows:
     def write(
         self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int, also: FurtherRows | None
     ) -> None:
-        """Write fresh rows where they fit the store; others are computed in every epoch.
-
-        Args:
-            fresh: entries by name, "hidden" as a row stores it.
-        """
+        """Write fresh entries, "hidden" as stored, where they fit; others are never kept."""
         if self._store is None or bool((row_ids >= self.num_rows).all()):
             return
         lengths, positions = self._content.lengths(fresh), self._content.positions

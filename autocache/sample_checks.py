@@ -43,10 +43,7 @@ class SampleChecks:
     ) -> tuple[Tensor, Tensor]:
         """Choose which samples to load: those that miss, and some that hit.
 
-        Args:
-            known: as this class's own, or as it will be by then.
-        Returns:
-            (N,) ids, each once, and the (C,) positions of the samples that are only checked.
+        Returns (N,) ids, each once, and the (C,) positions of the samples that are only checked.
         """
         misses, hits = samples.found == 0, samples.found.nonzero().flatten()
         checked = hits

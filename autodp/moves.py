@@ -29,10 +29,7 @@ Holders = Mapping[str, frozenset[int]]
 
 @dataclass(frozen=True)
 class Move:
-    """Send one piece from a rank that holds it to one that needs it.
-
-    A rank begins a round when its own moves of earlier rounds have ended.
-    """
+    """Send a piece from rank to rank; a round begins when a rank's own earlier ones ended."""
 
     piece: str
     source: int

@@ -60,12 +60,9 @@ def shuffled(num_samples: int, *, seed: int) -> EpochOrder:
 
 
 def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochOrder:
-    """Return an order that puts samples of about equal lengths into one batch.
+    """Return an order that puts samples of about equal (N,) lengths into one global batch.
 
-    Args:
-        lengths: (N,) of the samples.
-        batch_size: of a global batch; each pool of several batches is sorted, longest first.
-    Source: the grouping of transformers' LengthGroupedSampler.
+    Each pool of several batches is sorted, longest first; as transformers' LengthGroupedSampler.
     """
     shuffle = shuffled(len(lengths), seed=seed)
     pooled = max(1, min(_POOLED_BATCHES, len(lengths) // (_POOLS * batch_size)))

@@ -35,13 +35,8 @@ def best_split(
     """Find the contiguous split whose dearest part is cheapest; of several, the most even.
 
     No part is empty. A first pass finds the smallest largest cost. A second pass finds the
-    smallest sum of squares under it.
-
-    Args:
-        feasible: None allows every part.
-        grows: whether a part never gets cheaper by taking more units below.
-    Returns:
-        num_parts + 1 boundaries; None if no split is feasible.
+    smallest sum of squares under it. Returns num_parts + 1 boundaries; None if none is feasible.
+    A cost that `grows` never gets cheaper by taking more units below.
     """
     allowed = feasible or (lambda part, first, last: True)
 

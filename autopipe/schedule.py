@@ -81,11 +81,7 @@ Schedule = tuple[StageProgram, ...]
 
 @dataclass(frozen=True)
 class StageWorkers:
-    """Number the workers of replicated stages, stage by stage; they take micro-batches in turn.
-
-    Raises:
-        ValueError: there is no stage, or a stage has no worker.
-    """
+    """Number the workers of replicated stages, stage by stage; they take micro-batches in turn."""
 
     replicas: tuple[int, ...]
 
@@ -200,11 +196,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"gpipe": gpipe, "1f1b": one_f_o
 # Cached, because each step asks for the same schedule again.
 @lru_cache(maxsize=256)
 def schedule_of(name: str, replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
-    """Return a schedule of `SCHEDULES`, for stages of `replicas` workers each.
-
-    Raises:
-        ValueError: stages have several workers, which only "1f1b" can use.
-    """
+    """Return a schedule of `SCHEDULES`; only "1f1b" takes stages of several `replicas`."""
     if max(replicas) == 1:
         return SCHEDULES[name](len(replicas), num_micro_batches)
     if name != "1f1b":
@@ -221,10 +213,7 @@ def split_evenly(num_samples: int, num_parts: int) -> tuple[int, ...]:
 def micro_batch_sizes(
     num_samples: int, num_micro_batches: int, *, fixed_size: int | None = None
 ) -> tuple[int, ...]:
-    """Cut samples into micro-batches evenly.
-
-    With a fixed size, the number of micro-batches follows, and the last may be smaller.
-    """
+    """Cut samples into micro-batches evenly, or to a fixed size, where the last may be smaller."""
     if fixed_size is not None:
         whole, rest = divmod(num_samples, fixed_size)
         return (fixed_size,) * whole + (rest,) * (rest > 0)

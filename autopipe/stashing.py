@@ -84,12 +84,9 @@ class WeightVersions:
     def update(
         self, change: Callable[[], None], *, oldest: int, in_use: Iterable[Weights]
     ) -> None:
-        """Make a new version, and drop the gradients.
+        """Make a new version by a change in place, and drop the gradients.
 
-        Args:
-            change: changes the parameters in place.
-            oldest: first version that will still be asked for.
-            in_use: versions that graphs need.
+        Versions from `oldest` on will still be asked for; graphs need those `in_use`.
         """
         present = self._kept[self.newest]
         if oldest <= self.newest or any(weights is present for weights in in_use):
@@ -115,14 +112,7 @@ class WeightVersions:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """State a stage's place in its pipeline, and the batches' size.
-
-    Args:
-        stage: from 0.
-        num_stages: of the pipeline (K).
-        num_micro_batches: of a batch (M).
-        workers: of each stage; () for one each.
-    """
+    """State a stage's place among K, and a batch's M; `workers` of each stage, () for one each."""
 
     stage: int
     num_stages: int

@@ -107,11 +107,7 @@ def _checked_number(num_frozen: int, most: int) -> int:
 
 
 def freezing_with(model: nn.Module, layers: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0.
-
-    Raises:
-        ValueError: parameters of several layers are flattened into one.
-    """
+    """Return the parameters that freeze with each layer, by name; an embedding's with layer 0."""
     _refuse_flattened(model)
     with_bottom = _bottom(model, layers, 1).freezing
     bottom = {name: p for name, p in model.named_parameters() if p in with_bottom}
@@ -311,11 +307,7 @@ def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
 
 @dataclass(frozen=True)
 class _StayInEval:
-    """Put a frozen module into eval mode, as a hook before its forward.
-
-    Args:
-        mode, model_mode: its own and the model's when it froze; True is training.
-    """
+    """Put a frozen module into eval mode before its forward; keeps the modes it froze in."""
 
     mode: bool
     model_mode: bool

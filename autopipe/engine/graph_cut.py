@@ -49,12 +49,9 @@ class _Entry(torch.autograd.Function):
 def enter(inputs: Payload) -> tuple[Gradients, Payload]:
     """Start a graph at a stage's inputs.
 
-    The graph keeps an input itself only if a layer saves it. The payload holds no leaves, so that
-    the first layer may work in place.
-
-    Returns:
-        anchors, leaves of the inputs' shapes that get the inputs' gradients, None for an input
-        without one; and the inputs for the layers.
+    Returns anchors, leaves that get the inputs' gradients, None for an input without one; and the
+    inputs for the layers. The graph keeps one only if a layer saves it. They are no leaves, so
+    that the first layer may work in place.
     """
     # Expanded from one element, an anchor takes no memory.
     anchors = tuple(

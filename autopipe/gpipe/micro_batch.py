@@ -63,12 +63,7 @@ def scatter(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Hold a mini-batch's joined outputs, without a graph.
-
-    Args:
-        lengths: of each tensor, the lengths of the micro-batches' parts.
-        need_gradient: of each tensor.
-    """
+    """Hold a mini-batch's joined outputs, without a graph; lengths are of each tensor's parts."""
 
     payload: Payload
     lengths: tuple[tuple[int, ...], ...]
@@ -76,11 +71,7 @@ class Gathered:
 
 
 def gather(outputs: Sequence[Payload]) -> Gathered:
-    """Concatenate the micro-batches' outputs.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """Concatenate the micro-batches' outputs; a ValueError if they do not fit together."""
     if len({(payload.is_bare, len(payload.tensors)) for payload in outputs}) > 1:
         raise ValueError(
             "the last layer returned more tensors for some micro-batches than for others"

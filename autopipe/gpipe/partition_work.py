@@ -71,9 +71,7 @@ def check_trains(partitions: Sequence[Partition], inputs: Payload) -> None:
 class Ends:
     """Hold, by micro-batch, what enters the first partition and leaves the last, without graphs.
 
-    Args:
-        output_gradients: from the caller's backward, if there is no loss.
-        loss: returns a micro-batch's value to back-propagate.
+    Outputs get the caller's gradients, or a loss gives a micro-batch's value to back-propagate.
     """
 
     inputs: list[Payload]

@@ -19,13 +19,8 @@ _PROBED_STEPS = 1024
 class StepLoss:
     """Return each micro-batch's value to back-propagate, and join the mean as `BatchMean` does.
 
-    `scaled` corrects the gradients at the end.
-
-    Args:
-        number: of the step, for the `SplitProbe` of a loss that is not known to join from parts.
-            None probes nothing.
-    Raises:
-        ValueError: the target's tensors have another number of samples than the input.
+    `scaled` corrects the gradients at the end. A step with a number is probed by `SplitProbe`.
+    A ValueError if the target has another number of samples than the input.
     """
 
     def __init__(

@@ -227,12 +227,7 @@ def head_of(value: LossValue) -> Tensor:
 @final
 @dataclass(frozen=True)
 class _TorchLoss:
-    """Call a function of torch.nn.functional so that its parts join.
-
-    Args:
-        name: the user's name for it, in errors.
-        options: returns its keywords.
-    """
+    """Call a function of torch.nn.functional, with its options, so that its parts join."""
 
     name: str
     function: Callable[..., Tensor]

@@ -214,11 +214,7 @@ class _Candidate:
 
 
 def _possible_shapes(model: StepModel) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """List the shapes (length, micro-batch sizes) of each choice of lengths that allows any.
-
-    Raises:
-        ValueError: no choice allows a shape.
-    """
+    """List the shapes (length, micro-batch sizes) of each choice of lengths that allows any."""
     choices, refusals = [], []
     for lengths in model.request.length_choices():
         try:

@@ -74,10 +74,7 @@ class Replay(FreezePolicy):
 
 
 def _read_journal(path: Path) -> list[tuple[int, _Held]]:
-    """Return the decisions with their steps.
-
-    A last line without end was never carried out: a decision is written before it takes effect.
-    """
+    """Return the decisions with their steps; a last line without end was never carried out."""
     path = path / JOURNAL_FILE if path.is_dir() else path
     try:
         entries = [read_line(line) for line in path.read_bytes().split(b"\n")[:-1]]

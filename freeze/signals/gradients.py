@@ -66,14 +66,9 @@ class GradientSignals:
     def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return this step's squared gradient norm, and accumulate it by sublayer if finite.
 
-        Nothing here waits for the device. A parameter without gradient counts 0.
-
-        Args:
-            reduce: adds up the stages' totals, so that all stages leave out the same steps; None
-                if this process holds the whole model.
-        Returns:
-            0-dim float64 on the parameters' device (CPU if there are none): the total, NaN or
-            infinite if any gradient is.
+        Nothing here waits for the device. A parameter without gradient counts 0. The total is a
+        0-dim float64 on the device, NaN or infinite if any gradient is. `reduce` adds up the
+        stages' totals, so that all stages leave out the same steps.
         """
         return self.squared_norms(reduce)[1]
 

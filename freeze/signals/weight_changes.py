@@ -25,10 +25,7 @@ def relative_update(moved: float | None, size: float | None, *, num_steps: int) 
 
 
 class KeptTensors:
-    """Keep a tensor beside each parameter that trains, for an interval.
-
-    A tied parameter counts for the first owner that lists it.
-    """
+    """Keep a tensor beside each parameter that trains; a tied one counts for its first owner."""
 
     def __init__(self, parameters: Parameters) -> None:
         first: dict[nn.Parameter, str] = {}
