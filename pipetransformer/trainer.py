@@ -16,96 +16,30 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from autodp import gather_json
 from autopipe.loss import LossFunction
 from autopipe.plan import PlanRequest
 from autopipe.profile import Profile
-from autopipe.trace import Span, Trace
-from freeze import FreezeChoice, NeverFreeze, chosen_policy
-from pipetransformer.checkpoint import (
-    DescribedModel,
-    Part,
-    RunState,
-    Saved,
-    Selection,
-    resumes,
-    write_model_folder,
-)
-from pipetransformer.checks import (
-    Verification,
-    check_selection,
-    check_world,
-    describe_task,
-    naming_bad_samples,
-    naming_first_samples,
-    probe_evaluation,
-    probe_sublayers,
-    refuse_differing_ranks,
-    refuse_surroundings,
-    refuse_untrained,
-    verify,
-    verify_recorded,
-    warn_of_full_float32,
-    warn_of_large_batch,
-    warn_of_low_weights,
-    warn_of_many_views,
-    warn_of_tied_weights,
-)
-from pipetransformer.config import TrainConfig, make_config
+from autopipe.trace import Trace
+from freeze import FreezeChoice
+from pipetransformer.checkpoint import Saved, write_model_folder
+from pipetransformer.checks import Verification, refuse_surroundings
 from pipetransformer.durable_files import replace_tensors
-from pipetransformer.elastic import Change, Decision, Deployment, Elasticity
-from pipetransformer.feed import (
-    Batch,
-    BatchForecast,
-    Clock,
-    ComingStep,
-    FrozenPrefix,
-    SampleFeed,
-    SizedDataset,
-    Timeline,
-    check_dataset,
-    first_samples,
-    own_random_numbers,
-    samples_of,
-)
-from pipetransformer.measure import largest_micro_batch
-from pipetransformer.model import (
-    LayeredModel,
-    ModelLoan,
-    OptimizerFactory,
-    adapt,
-    set_frozen,
-)
-from pipetransformer.processes import (
-    FreedMemory,
-    World,
-    agree,
-    connect,
-    on_rank_0,
-    slots_of_a_node,
-    world_size,
-)
-from pipetransformer.report import Callback, Events, FitReport, RunLog, check_callbacks
-from pipetransformer.stage import (
-    AsynchronousStage,
-    Evaluator,
-    PredictionOutput,
-    Stage,
-    StepResult,
-)
+from pipetransformer.elastic import Change, Decision
+from pipetransformer.feed import Batch, Clock, ComingStep, SizedDataset, own_random_numbers
+from pipetransformer.model import LayeredModel, OptimizerFactory
+from pipetransformer.processes import on_rank_0
+from pipetransformer.report import Callback, Events, FitReport
+from pipetransformer.run_parts import build_parts
+from pipetransformer.stage import AsynchronousStage, PredictionOutput, Stage, StepResult
 
-_NUM_TRIED = 16
-"""First samples that are tried one by one where a run fails as it begins."""
 _LOOKS_EVERY = 16
 """Steps between two looks at what was changed, where nothing of the user's runs between steps."""
 
@@ -145,61 +79,25 @@ class Trainer:
         freeze: FreezeChoice | None = None,
         **settings: Any,
     ) -> None:
-        # All up to `_join_world` refuses without the other processes, before they meet.
-        check_callbacks(settings.get("callbacks"))
-        policy = chosen_policy(freeze)
-        self.config = config = make_config(settings).deciding_every(policy.interval_share)
-        check_dataset(train_dataset, "train_dataset")
-        read = partial(
-            first_samples,
-            collate_fn=config.collate_fn,
-            drops_unknown=config.remove_unused_columns,
-            seed=config.seed,
+        parts = build_parts(
+            model,
+            train_dataset,
+            eval_dataset=eval_dataset,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            freeze=freeze,
+            **settings,
         )
-        unties = config.tied_weights == "untie"
-        with naming_first_samples(model, train_dataset, read):
-            given = partial(read, train_dataset)
-            layered = adapt(model, given, loss_fn=loss_fn, unties=unties)
-        self._task, self._optimizer = task, traits = describe_task(
-            layered, loss_fn, optimizer, config, policy
+        self._parts, self._task, self._checks = parts, parts.task, parts.checks
+        self.config, self.world = parts.task.config, parts.world
+        self._timeline, self._coming, self._feed = parts.timeline, parts.coming, parts.feed
+        self._deployment, self._evaluator = parts.deployment, parts.evaluator
+        self._elastic, self._selection, self._state = parts.elastic, parts.selection, parts.state
+        self._log, self.report = parts.log, parts.log.report
+        self._events = Events(
+            self, self.config.callbacks, world=self.world, timeline=self._timeline
         )
-        # The loss that the model itself returns is not smoothed.
-        self._given_loss_fn = task.loss_fn if config.label_smoothing else loss_fn
-        _check(config, train_dataset, eval_dataset)
-        self._lent, self._memory = ModelLoan(task), FreedMemory()
-        freezes = not isinstance(policy, NeverFreeze)
-        self._caches = config.cache and freezes
-        self._timeline = timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
-        self._coming = BatchForecast(task, train_dataset, timeline)
-
-        self.world = world = _join_world(config)
-        prefix = FrozenPrefix(task)
-        self._feed = SampleFeed(
-            prefix,
-            world,
-            samples_of(task, train_dataset),
-            to_come=self._own_to_come,
-            keeps=config.cache_views or 1,
-        )
-        self._deployment = Deployment(task, world, self._feed)
-        self._evaluator = Evaluator(
-            task,
-            world,
-            prefix,
-            stage=lambda: self._stage,  # Asked anew each time, as transitions replace it.
-            timeline=timeline,
-            dataset=eval_dataset,
-        )
-        self._elastic = Elasticity(
-            task, world, policy=policy, deployment=self._deployment, timeline=timeline
-        )
-        self._log = RunLog(world, config, freezes=freezes)
-        self.report = self._log.report
-        self._selection = Selection(config, world, self._deployment)
-        parts = self._saved_parts()
-        self._state = RunState(task, world, elastic=self._elastic, parts=parts, optimizer=traits)
-        self._events = Events(self, config.callbacks, world=world, timeline=timeline)
-        if config.callbacks:
+        if self.config.callbacks:
             self._log.listen(self._events.log)
         self._is_closed = self._has_own_numbers = self._is_fitting = False
         # Results of a pipeline without flushes, which trains several steps at once.
@@ -295,10 +193,7 @@ class Trainer:
             raise ValueError("a step of a pipeline without flushes has no trace of its own")
         trace = Trace()
         self._train(trace)
-        # A stage of several workers is traced by its first.
-        spans = [span.to_json() for span in trace.spans] if self._stage.speaks_for_stage else []
-        gathered = gather_json(spans, group=self.world.group)
-        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
+        return self._stage.gather_trace(trace)
 
     def _train(self, trace: Trace | None = None) -> StepResult:
         """Train one step, with all that is due before and after it."""
@@ -340,7 +235,8 @@ class Trainer:
         device = self.world.device
         recorder = None if trace is None else trace.recorder(stage.index, device=device)
         where = f"step {coming.step}: "
-        with self._naming_bad(self._feed, map(int, coming.ids), where=where, tries=False):
+        ids = map(int, coming.ids)
+        with self._checks.naming_bad(self._feed, ids, where=where, tries=False):
             return stage.train_step(
                 coming, rows, next_ids=next_ids, stops=stops, looks=self._looks, recorder=recorder
             )
@@ -370,10 +266,7 @@ class Trainer:
             # The weights have seen all these steps, so the run must not be ended before them.
             timeline.note_trained(steps[-1].step)
         result = self._stream.popleft()
-        if self._stream:
-            return result
-        # No step of a stream carries the ranks' wishes, as those of a pipeline with flushes do.
-        return replace(result, stops=any(gather_json(stops, group=self.world.group)))
+        return result if self._stream else stage.ask_for_stop(result, stops=stops)
 
     def _note_step(self, result: StepResult, clock: Clock, num_samples: int) -> None:
         """Advance to the next step, and record this one."""
@@ -418,7 +311,8 @@ class Trainer:
         dataset = self._evaluator.dataset
         if dataset is None or not self._timeline.evaluation_due():
             return
-        position, start = self._timeline.position, time.perf_counter()
+        position = self._timeline.position
+        start = time.perf_counter()
         self._deployment.refuse_partial_edits()
         metrics = self._evaluator.evaluate(dataset)
         seconds = time.perf_counter() - start
@@ -485,25 +379,27 @@ class Trainer:
         """
         if self._elastic.have_begun:
             return None
-        self._lent.borrow()
+        self._borrow_model()
         try:
-            self._keep_memory()
             self._deployment.fill_released()
             checkpoint = self._state.open()
-            # The first are checked, and measuring reads from all over the data set.
-            num = self._timeline.num_samples
-            apart = range(0, num, max(1, num // self.config.global_batch_size))
-            with self._naming_bad(self._feed, sorted({*range(min(_NUM_TRIED, num)), *apart})):
-                self._refuse_what_runs_wrongly(trains)
+            with self._checks.naming_first():
+                found = self._checks.check(self._coming, trains=trains)
+                self._task.model.plainly_random.update(found.plainly_random)
+                self._log.open(found.verified, found.warnings)
                 self._state.begin(checkpoint)
             self._log.say(self._state.continues)
             self._selection.forget_if_lost()
             self._note_best()  # A metric other than the checkpoint's has no best yet.
-            self._start_log()
+            self._log.start(
+                self._elastic.clock(),
+                self._elastic.planner.profile,
+                cache_bytes=self._parts.cache_bytes(),
+                unused=self._feed.unused_columns() if self.world.is_main else (),
+            )
             return self._decide_if_due()
         except BaseException:  # A refused run leaves the user's model as it came.
-            self._lent.give_back()
-            self._memory.give_back()
+            self._return_model()
             raise
 
     def _refuse_ended_run(self, had_begun: bool) -> None:
@@ -516,70 +412,6 @@ class Trainer:
             else "the run that was continued had ended already, at step "
             f"{self.global_step}; give a larger epochs= to go on. A loop that asks "
             "is_over calls begin() before it"
-        )
-
-    def _refuse_what_runs_wrongly(self, trains: bool) -> None:
-        if trains:
-            refuse_untrained(self._task)
-        data, evaluated = {"train_dataset": self._feed.samples}, self._evaluator.feed
-        if evaluated is not None:
-            data["eval_dataset"] = evaluated.samples
-        refuse_differing_ranks(
-            self._task, self.world, optimizer=self._optimizer.settings, data=data
-        )
-        if self._caches:
-            self._feed.keeper.look_for_randomness()
-        self._feed.keeper.warn_of_padding()
-        if self.world.is_main:
-            warn_of_large_batch(self.config, self._timeline.num_samples)
-            warn_of_low_weights(self._task.model.model)
-            if self._caches:
-                warn_of_tied_weights(self._task)
-                warn_of_many_views(self.config)
-            warn_of_full_float32(self._task.model.model, self._task.computes_in, self.world.device)
-        self._coming.refuse_other_orders(self.world.group)
-        agree(self._log.open, group=self.world.group)
-        read = partial(self._feed.read, torch.arange(2))
-        given = self._given_loss_fn
-        found = verify_recorded(self._task, self.world, loss_fn=given, read=read)
-        self._log.verified(found)
-        plainly_random = probe_sublayers(self._task, self.world, self._feed.read)
-        self._task.model.plainly_random.update(plainly_random)
-        config = self.config
-        evaluates = bool(config.evaluate_every_epochs or config.evaluate_every_steps)
-        if trains and evaluates and evaluated is not None:
-            with self._naming_bad(evaluated, range(2), where="the eval_dataset's "):
-                probe_evaluation(self._task, self.world, evaluated.read)
-
-    def _naming_bad(
-        self, feed: SampleFeed, ids: Iterable[int], *, where: str = "", tries: bool = True
-    ) -> AbstractContextManager[None]:
-        """Have an error name the sample that is to blame, if one of these is."""
-        model, loss = self._task.model, self._task.loss_fn
-
-        def compute(batch: Batch) -> object:
-            return loss(model.run(batch), model.targets_of(batch))
-
-        return naming_bad_samples(
-            model.model,
-            lambda index: feed.samples.probe([index]),
-            ids,
-            where=where,
-            compute=compute if tries else None,
-        )
-
-    def _start_log(self) -> None:
-        profile = self._elastic.planner.profile
-        feeds = [self._feed, self._evaluator.feed]
-        keepers = [f.keeper for f in feeds if f is not None and f.keeper.may_cache]
-        ids = torch.arange(largest_micro_batch(self._task, self.world))
-        measured = self._feed.read_apart(ids) if self._caches else {}
-        cache_bytes = sum(k.most_bytes(profile, measured) for k in keepers if self._caches)
-        self._log.start(
-            self._elastic.clock(),
-            profile,
-            cache_bytes=cache_bytes,
-            unused=self._feed.unused_columns() if self.world.is_main else (),
         )
 
     def evaluate(self, dataset: SizedDataset | None = None) -> dict[str, float]:
@@ -657,11 +489,8 @@ class Trainer:
             ValueError: the batch has fewer than two samples.
         """
         refuse_surroundings(trains=True)
-        task, feed, loss_fn = self._task, self._feed, self._given_loss_fn
         with own_random_numbers(self.world.device), self._deployment.whole_on_rank_0():
-            if batch is None:
-                batch = feed.read(torch.arange(2 * max(2, self.world.size)))
-            return verify(task, self.world, model=task.model, loss_fn=loss_fn, batch=batch)
+            return self._checks.verify(batch)
 
     def measure(self) -> Profile:
         """Measure sublayers, optimizer and links anew, for the decisions to come. Collective."""
@@ -721,20 +550,13 @@ class Trainer:
         """Return this rank's stage, another one after each transition."""
         return self._deployment.active_stage
 
-    def _own_to_come(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the epoch and this replica's samples of the coming step and of all after it."""
-        for epoch, batch in self._coming.to_the_end(self._elastic.replicas):
-            yield epoch, self._stage.share.read_of(batch)
-
-    def _keep_memory(self) -> None:
-        if self.world.device.type == "cpu":  # A step frees all activations, and needs them again.
-            self._memory.keep()
-
     def _borrow_model(self) -> None:
         """Freeze the model as the last decision says, if it was given back since."""
-        self._keep_memory()
-        if self._lent.borrow() and (decision := self._elastic.decision) is not None:
-            set_frozen(self._task, decision.num_frozen, decision.resting)
+        decision = self._elastic.decision
+        if self._parts.loan.borrow() and decision is not None:
+            self._deployment.freeze(decision)
+        if self.world.device.type == "cpu":  # A step frees all activations, and needs them again.
+            self._parts.memory.keep()
 
     def _give_model_back(self) -> None:
         """Leave the user's model as it came, but for its weights; see `ModelLoan`."""
@@ -742,20 +564,11 @@ class Trainer:
             self._deployment.stage.end_training()
         if self._timeline.is_over:  # A notebook's next Trainer may come before this one's `close`.
             self._state.unlock()
-        self._lent.give_back()
-        self._memory.give_back()
+        self._return_model()
 
-    def _saved_parts(self) -> dict[str, Part]:
-        """Return by name what checkpoints hold beside weights, moments and decisions."""
-        scale = self._deployment.loss_scale
-        parts: dict[str, Part] = {
-            "report": self.report,
-            "log": self._log.sums,
-            "best": self._selection.best,
-            "coming": self._coming,
-            "model": DescribedModel(self._task.model.model),
-        }
-        return {**parts, "loss_scale": scale} if scale.is_dynamic else parts
+    def _return_model(self) -> None:
+        self._parts.loan.give_back()
+        self._parts.memory.give_back()
 
     def __enter__(self) -> Trainer:
         return self
@@ -795,31 +608,11 @@ class Trainer:
         finally:
             if not failed:
                 self._deployment.close()
-            self._lent.give_back()
+            self._parts.loan.give_back()
             self._feed.close()
             self._evaluator.close()
             self._elastic.close()
             self._log.close()
             if not failed:
                 self.world.close()
-            self._memory.give_back()
-
-
-def _check(
-    config: TrainConfig, train_dataset: SizedDataset, eval_dataset: SizedDataset | None
-) -> None:
-    """Refuse, before anything is started, data sets and settings that do not fit together."""
-    if eval_dataset is not None:
-        check_dataset(eval_dataset, "eval_dataset")
-    check_selection(config, has_eval_dataset=eval_dataset is not None)
-    check_world(config, world_size(), slots_of_a_node())
-    resumes(config)  # Refuses a folder.
-
-
-def _join_world(config: TrainConfig) -> World:
-    """Meet the other processes."""
-    return replace(
-        connect(config.device, timeout_s=config.setup_timeout_s),
-        max_replicas=config.most_replicas(),
-        stage_workers=config.stage_workers and tuple(config.stage_workers),
-    )
+            self._parts.memory.give_back()

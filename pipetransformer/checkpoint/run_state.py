@@ -156,6 +156,7 @@ class RunState:
         needed = self._deployment.needed_shards(decision)
         shards = read_shards(checkpoint, needed, self._task, group=self._world.group)
         self._deployment.restore(decision, shards)
+        elastic.feed.follow_prefix()
         signals = [rank["signals"] for rank in scalars["ranks"]]
         self._deployment.active_stage.trained.signals.load(IntervalSignals.joined(signals))
         if not self._keeps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +25,6 @@ from pipetransformer.model import (
     refuse_hooks,
 )
 from pipetransformer.processes import likely_device, world_size
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def describe_task(
@@ -203,56 +200,54 @@ def refuse_untrained(task: Task) -> None:
         )
 
 
-def warn_of_low_weights(model: nn.Module) -> None:
-    """Say that weights which are trained in low precision lose small updates."""
+def about_low_weights(model: nn.Module) -> str:
+    """Say that weights which are trained in low precision lose small updates, or ""."""
     low = {
         name: p.dtype
         for name, p in model.named_parameters()
         if p.requires_grad and p.is_floating_point() and p.itemsize < torch.float32.itemsize
     }
-    if low:
-        name, dtype = next(iter(low.items()))
-        _LOGGER.warning(
-            "parameter %r and %d others are %s, in which updates below %.1g of a weight are lost: "
-            "load the model in float32 (dtype=torch.float32 in from_pretrained, or model.float()) "
-            "and set precision=",
-            name,
-            len(low) - 1,
-            dtype,
-            torch.finfo(dtype).eps / 2,
-        )
+    if not low:
+        return ""
+    name, dtype = next(iter(low.items()))
+    return (
+        f"parameter {name!r} and {len(low) - 1} others are {dtype}, in which updates below "
+        f"{torch.finfo(dtype).eps / 2:.1g} of a weight are lost: load the model in float32 "
+        "(dtype=torch.float32 in from_pretrained, or model.float()) and set precision="
+    )
 
 
-def warn_of_tied_weights(task: Task) -> None:
-    """Say that frozen layers are not cached where a tied tensor of theirs goes on training."""
-    if task.prefix_depth(1) == 0:
-        name = min(task.model.shared_above(1) & task.trainable)
-        _LOGGER.warning(
-            "no cache: %r is tied to the head and goes on training, so that what frozen layers "
-            "make of it changes with every step. tied_weights='freeze' freezes it with layer 0, "
-            "'untie' gives the head a copy",
-            name,
-        )
+def about_tied_weights(task: Task) -> str:
+    """Say that frozen layers whose tied tensor goes on training are not cached, or ""."""
+    if task.prefix_depth(1):
+        return ""
+    name = min(task.model.shared_above(1) & task.trainable)
+    return (
+        f"no cache: {name!r} is tied to the head and goes on training, so that what frozen layers "
+        "make of it changes with every step. tied_weights='freeze' freezes it with layer 0, "
+        "'untie' gives the head a copy"
+    )
 
 
-def warn_of_full_float32(
+def about_full_float32(
     model: nn.Module, computes_in: torch.dtype | None, device: torch.device
-) -> None:
-    """Say that a GPU multiplies float32 matrices slowly, unless the caller has chosen how.
+) -> str:
+    """Say that a GPU multiplies float32 matrices slowly; "" where the caller has chosen how.
 
     Args:
         computes_in: what sublayers compute in; None is as the weights are.
     """
     if computes_in is not None or device.type != "cuda" or not torch.cuda.is_tf32_supported():
-        return
+        return ""
     # torch's older switches set this one too; reading them is an error once it was set itself.
     is_chosen = torch.backends.cuda.matmul.fp32_precision != "none"
-    if not is_chosen and any(p.dtype == torch.float32 for p in model.parameters()):
-        _LOGGER.warning(
-            "float32 matrices are multiplied in full precision, several times slower than this "
-            'GPU can: set precision="bf16", or call torch.set_float32_matmul_precision("high") '
-            'for TF32, or ("highest") to keep full precision without this warning'
-        )
+    if is_chosen or all(p.dtype != torch.float32 for p in model.parameters()):
+        return ""
+    return (
+        "float32 matrices are multiplied in full precision, several times slower than this GPU "
+        'can: set precision="bf16", or call torch.set_float32_matmul_precision("high") for TF32, '
+        'or ("highest") to keep full precision without this warning'
+    )
 
 
 def _refuse_low_weights(model: nn.Module) -> None:

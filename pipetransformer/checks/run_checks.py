@@ -11,8 +11,26 @@ import torch
 from autopipe.plan import fitting_lengths
 from pipetransformer.checkpoint import CHECKPOINTS, holds_checkpoint, resumes
 from pipetransformer.config import TrainConfig
+from pipetransformer.feed import SizedDataset, check_dataset
+from pipetransformer.processes import slots_of_a_node, world_size
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def check_settings(
+    config: TrainConfig, train_dataset: SizedDataset, eval_dataset: SizedDataset | None
+) -> None:
+    """Refuse, before the processes meet, settings and data sets that do not fit together.
+
+    Raises:
+        TypeError, ValueError: the first of what does not fit.
+    """
+    check_dataset(train_dataset, "train_dataset")
+    if eval_dataset is not None:
+        check_dataset(eval_dataset, "eval_dataset")
+    check_selection(config, has_eval_dataset=eval_dataset is not None)
+    check_world(config, world_size(), slots_of_a_node())
+    resumes(config)  # Refuses a folder.
 
 
 def check_world(config: TrainConfig, num_ranks: int, slots_per_node: int) -> None:
@@ -95,26 +113,25 @@ def check_selection(config: TrainConfig, *, has_eval_dataset: bool) -> None:
         )
 
 
-def warn_of_large_batch(config: TrainConfig, num_samples: int) -> None:
-    if config.global_batch_size > num_samples:
-        _LOGGER.warning(
-            "global_batch_size is %d, but the training set has %d samples: an epoch is one step "
-            "of them all",
-            config.global_batch_size,
-            num_samples,
-        )
+def about_large_batch(config: TrainConfig, num_samples: int) -> str:
+    """Say that a batch is larger than the training set, or ""."""
+    if config.global_batch_size <= num_samples:
+        return ""
+    return (
+        f"global_batch_size is {config.global_batch_size}, but the training set has {num_samples} "
+        "samples: an epoch is one step of them all"
+    )
 
 
-def warn_of_many_views(config: TrainConfig) -> None:
-    """Warn where no view of a sample comes again before the run is over."""
+def about_many_views(config: TrainConfig) -> str:
+    """Say that no view of a sample comes again before the run is over, or ""."""
     views = config.cache_views
-    if views is not None and views >= config.epochs and not config.cache_keep:
-        _LOGGER.warning(
-            "cache_views is %d, and the run has %d epochs: no row is read again, and the cache "
-            "saves nothing. Give fewer views, or train for more epochs",
-            views,
-            config.epochs,
-        )
+    if views is None or views < config.epochs or config.cache_keep:
+        return ""
+    return (
+        f"cache_views is {views}, and the run has {config.epochs} epochs: no row is read again, "
+        "and the cache saves nothing. Give fewer views, or train for more epochs"
+    )
 
 
 def refuse_surroundings(*, trains: bool) -> None:

@@ -13,7 +13,6 @@ the loss of each. The probe of an evaluation is the second pass, with the loss.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,42 +32,42 @@ from pipetransformer.model import Task, modes_of, set_modes
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import written_text
 
-_LOGGER = logging.getLogger(__name__)
-
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Errors that keep their class where a sublayer's name is added."""
 
 
-def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> set[int]:
+def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> SublayerProbe:
     """Run the passes on this rank's device, and leave everything as it was. Collective.
 
     No layer may be frozen yet, or held elsewhere. Ids that are read may exceed the training set.
 
     Returns:
-        the sublayers, by index, that draw from Python's or numpy's generator in training.
+        the probe, with what it has found.
     Raises:
         ValueError: on every rank; the message names the first sublayer, and its fault.
     """
 
-    def run() -> Probe:
-        probe = Probe(task, world.device, read(torch.arange(2)))
+    def run() -> SublayerProbe:
+        probe = SublayerProbe(task, world.device, read(torch.arange(2)))
         probe.run()
         return probe
 
-    probe = agree(run, group=world.group)
+    return agree(run, group=world.group)
+
+
+def about_cuts(task: Task, world: World, random_part: str) -> str:
+    """Say that another run may draw other random numbers, as batches are cut elsewhere, or ""."""
     config = task.config
     fixed = config.pipeline_length is not None and config.micro_batches is not None
     chosen = isinstance(config.plan, str) and not fixed
     cut_varies = world.size > 1 or config.memory_limit_bytes is not None
-    if probe.is_random and chosen and cut_varies and config.micro_batch_size is None:
-        if world.is_main:
-            _LOGGER.warning(
-                "%s draws random numbers for each micro-batch while it trains, and where a batch "
-                "is cut follows from the pipelines that are chosen: another run may draw others. "
-                "micro_batch_size=... fixes the cut",
-                probe.is_random,
-            )
-    return probe.plainly_random
+    if not (random_part and chosen and cut_varies and config.micro_batch_size is None):
+        return ""
+    return (
+        f"{random_part} draws random numbers for each micro-batch while it trains, and where a "
+        "batch is cut follows from the pipelines that are chosen: another run may draw others. "
+        "micro_batch_size=... fixes the cut"
+    )
 
 
 def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) -> None:
@@ -80,7 +79,7 @@ def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) 
 
     def run() -> None:
         try:
-            probe = Probe(task, world.device, read(torch.arange(2)))
+            probe = SublayerProbe(task, world.device, read(torch.arange(2)))
             task.loss_fn(probe.evaluate()[-1], task.model.targets_of(probe.batch))
         except torch.OutOfMemoryError:
             raise
@@ -92,14 +91,15 @@ def probe_evaluation(task: Task, world: World, read: Callable[[Tensor], Batch]) 
     agree(run, group=world.group)
 
 
-class Probe:
+class SublayerProbe:
     """Hold two samples or more on a device, and findings.
 
     Args:
         dtype: the coarsest that is computed in; None is as the run does.
     Attributes:
         is_random: the first module that draws random numbers in training, for a message.
-        plainly_random: see `probe_sublayers`.
+        plainly_random: the sublayers, by index, that draw from Python's or numpy's generator in
+            training.
     """
 
     def __init__(

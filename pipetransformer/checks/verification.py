@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopipe.loss import Loss, LossFunction
 from autopipe.profile import left_as_found
 from autopipe.random_state import random_state
-from pipetransformer.checks.sublayer_probe import Probe
+from pipetransformer.checks.sublayer_probe import SublayerProbe
 from pipetransformer.checks.twins import (
     OwnForward,
     converted,
@@ -321,7 +321,7 @@ def _probed(task: Task, batch: Batch, dtype: torch.dtype) -> str:
     # A new Loss: one that is marked as exact would not be tried.
     task = replace(task, loss_fn=Loss(task.loss_fn.function))
     try:
-        Probe(task, torch.device("cpu"), batch, dtype=dtype).run()
+        SublayerProbe(task, torch.device("cpu"), batch, dtype=dtype).run()
     except Exception as error:
         return str(error)
     return ""

@@ -51,11 +51,13 @@ def compare_steps(
         task.model.replace(index, {n: t.detach().clone() for n, t in held if not t.is_meta})
     num_samples = len(batch[task.model.inputs[0]])
     samples = [{name: t[i] for name, t in batch.items()} for i in range(num_samples)]
-    feed = SampleFeed(FrozenPrefix(task), world, samples_of(task, samples))
-    deployment = Deployment(task, world, feed)
+    prefix = FrozenPrefix(task)
+    feed = SampleFeed(prefix, world, samples_of(task, samples))
+    deployment = Deployment(task, world, prefix)
     try:
         for number, plan in enumerate(_plans(task, world, num_samples)):
             deployment.change(Decision(number, 0, plan, False, "to verify"))
+            feed.follow_prefix()
             stage = deployment.active_stage
             coming = ComingStep(torch.arange(num_samples), number, 0, True, 1.0)
             result = stage.train_step(coming, feed.rows(0))

@@ -36,7 +36,7 @@ from pipetransformer.elastic.shards import (
     shard_name,
     split_shard_name,
 )
-from pipetransformer.feed import SampleFeed
+from pipetransformer.feed import FrozenPrefix
 from pipetransformer.model import LayeredModel, LossScale, Task, set_frozen
 from pipetransformer.processes import World, free_bytes
 from pipetransformer.stage import AsynchronousStage, Stage
@@ -45,12 +45,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Deployment:
-    """Hold a rank's sublayers, their optimizer state, its stage and its share of the cache."""
+    """Hold a rank's sublayers, their optimizer state and its stage."""
 
-    def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
-        self._task = task
-        self._world = world
-        self.feed = feed
+    def __init__(self, task: Task, world: World, prefix: FrozenPrefix) -> None:
+        self._task, self._world, self._prefix = task, world, prefix
         self._names = tuple(sublayer.name for sublayer in task.model.sublayers)
         self._held = HeldShards(task, world.rank, world.device)
         self._ownership: Ownership | None = None
@@ -77,6 +75,8 @@ class Deployment:
     def change(self, decision: Decision) -> int:
         """Carry out a decision; every rank of the world calls it at the same step.
 
+        Feeds must then follow the prefix.
+
         Returns:
             bytes of the shards this rank received.
         Raises:
@@ -99,6 +99,10 @@ class Deployment:
         if signals is not None:
             self.active_stage.trained.signals.load(signals)
         return num_bytes
+
+    def freeze(self, decision: Decision) -> None:
+        """Let the model's parameters need gradients as a decision says."""
+        set_frozen(self._task, decision.num_frozen, decision.resting)
 
     def refuse_partial_edits(self) -> None:
         """Refuse weights that a script has changed on some of their ranks alone. Collective.
@@ -290,7 +294,7 @@ class Deployment:
         rank = self._world.rank
         self._held.settle(after.held_by(rank))
         # Before the stage is built: its reducer waits for every parameter that needs a gradient.
-        set_frozen(self._task, decision.num_frozen, decision.resting)
+        self.freeze(decision)
         self._ownership = after
         limit_s = self._task.config.step_limit_s(decision.plan.predicted_step_s)
         build = Stage if self._task.config.weight_versions is None else AsynchronousStage
@@ -304,12 +308,11 @@ class Deployment:
         )
         part = self.stage.trained
         self._held.give_to(part.optimizer, after.trained_by(rank), part.signals)
-        self.feed.prefix.set_depth(
+        self._prefix.set_depth(
             self._task.prefix_depth(decision.num_frozen),
             on_stage_0=self.stage.index == 0,
             use_cache=decision.use_cache,
         )
-        self.feed.follow_prefix()
 
 
 def _refuse_differing(model: LayeredModel, held: Sequence[int], world: World) -> None:

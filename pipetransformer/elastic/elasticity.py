@@ -36,7 +36,7 @@ from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.journal import Journal
 from pipetransformer.elastic.observing import Observed, Observing
 from pipetransformer.elastic.planner import RunPlanner
-from pipetransformer.feed import Clock, Timeline
+from pipetransformer.feed import Clock, SampleFeed, Timeline
 from pipetransformer.measure import measure
 from pipetransformer.model import Task
 from pipetransformer.processes import World, free_bytes, plannable_bytes, tightest
@@ -97,7 +97,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Proposal:
     """Hold a decision, and on rank 0 what it rests on; see `Change`."""
 
     decision: Decision
@@ -143,14 +143,15 @@ class Elasticity:
         *,
         policy: FreezePolicy,
         deployment: Deployment,
+        feed: SampleFeed,
         timeline: Timeline,
     ) -> None:
         self._task, self._world = task, world
         self._policy = policy
-        self.deployment, self.timeline = deployment, timeline
+        self.deployment, self.feed, self.timeline = deployment, feed, timeline
         self.decision: Decision | None = None
         self._frozen_since: tuple[int, ...] = ()
-        self._observing = Observing(task, world, deployment.feed)
+        self._observing = Observing(task, world, feed)
         self._planner: RunPlanner | None = None
         self._journal: Journal | None = None
         self._pace = Pace()
@@ -196,7 +197,7 @@ class Elasticity:
             self._world,
             profile=kept or self._measure(),
             memory_limit_bytes=limit,
-            may_cache=lambda: self.deployment.feed.keeper.may_cache,
+            may_cache=lambda: self.feed.keeper.may_cache,
         )
         planner.choose_workers(self.clock())
         self._planner = planner
@@ -239,8 +240,8 @@ class Elasticity:
         # Here and not on rank 0 alone: a user's schedule that raises must raise on every rank.
         clock = self.clock()
         start = time.perf_counter()
-        choice = self._publish(clock.step, partial(self._choose, clock, observed))
-        change = self._carry_out(choice, start)
+        proposal = self._publish(clock.step, partial(self._choose, clock, observed))
+        change = self._carry_out(proposal, start)
         if probe is not None and current is None:
             # A look needs a stage. Later looks are compared with this first one.
             look_s = probe.look(self.deployment.active_stage, step)[1]
@@ -254,9 +255,9 @@ class Elasticity:
         """
         current, clock = self._current, self.clock()
 
-        def choose() -> Choice:
+        def choose() -> Proposal:
             made = self.planner.plan(clock, current.num_frozen, current, current.resting)
-            return Choice(replace(current, plan=made[0], use_cache=made[1]))
+            return Proposal(replace(current, plan=made[0], use_cache=made[1]))
 
         self.decision = self._publish(None, choose).decision
 
@@ -346,18 +347,20 @@ class Elasticity:
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
 
-    def _choose(self, clock: Clock, observed: Observed) -> Choice:
+    def _choose(self, clock: Clock, observed: Observed) -> Proposal:
         """Ask the policy, then the planner. On rank 0."""
         before, context = self.decision, self._context(clock, observed)
         # A replay asks too, as the policy's own state must go on.
         freeze = checked_decision(self._policy, context)
         recorded, fits = self._recorded(clock.step)
         if recorded is not None and fits:
-            return Choice(recorded, context)
+            return Proposal(recorded, context)
         # Another world needs another pipeline, but what was frozen must stay what it was.
         made = self._made(clock, recorded or freeze, before)
         is_new = made.changes(before)
-        return Choice(made, context, self.planner.how_sure(clock, before, made) if is_new else "")
+        return Proposal(
+            made, context, self.planner.how_sure(clock, before, made) if is_new else ""
+        )
 
     def _made(
         self, clock: Clock, held: Decision | FreezeDecision, before: Decision | None
@@ -398,22 +401,22 @@ class Elasticity:
     def _review_plan(self) -> Change:
         """Compare a new plan's first steps with the plan before, and choose. Collective."""
         clock, start = self.clock(), time.perf_counter()
-        choice = self._publish(clock.step, partial(self._choose_after_review, clock))
-        change = self._carry_out(choice, start)
+        proposal = self._publish(clock.step, partial(self._choose_after_review, clock))
+        change = self._carry_out(proposal, start)
         self._review = None  # A plan that was gone back to is not reviewed itself.
         return change
 
-    def _choose_after_review(self, clock: Clock) -> Choice:
+    def _choose_after_review(self, clock: Clock) -> Proposal:
         """Keep a new plan after its first steps, or go back to the one before. On rank 0."""
         current, review = self._current, self._review
         assert review is not None
         measured_s = self._pace.median_s if review.was_measured else None
         recorded, fits = self._recorded(clock.step)
         if recorded is not None and fits:
-            return Choice(recorded)
+            return Proposal(recorded)
         kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
         if measured_s is None:
-            return Choice(kept)
+            return Proposal(kept)
         left = review.left
         back = self.planner.same_stages(clock, current, left)
         # A machine that became slower would look alike, but seldom right after a transition.
@@ -421,12 +424,12 @@ class Elasticity:
         self.planner.calibration.correct(current.plan, slower)
         kept = replace(kept, plan=current.plan.lengthened(slower))
         if back is None or measured_s <= (1 + _NOISE) * back.predicted_step_s:
-            return Choice(kept)
+            return Proposal(kept)
         reason = (
             f"back to {plan_name(left)}: {plan_name(current.plan)} takes {measured_s:.3g} s "
             f"a step, instead of {back.predicted_step_s:.3g} s"
         )
-        return Choice(replace(kept, plan=back, reason=reason))
+        return Proposal(replace(kept, plan=back, reason=reason))
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
         """Return what the journal to repeat has for a step, and whether it fits this world."""
@@ -437,14 +440,14 @@ class Elasticity:
             self._task, self._world
         )
 
-    def _publish(self, step: int | None, choose: Callable[[], Choice]) -> Choice:
+    def _publish(self, step: int | None, choose: Callable[[], Proposal]) -> Proposal:
         """Choose on rank 0, journal the decision under its step, and tell it to every rank."""
-        choice: Choice | None = None
+        proposal: Proposal | None = None
         answer: dict[str, Any] = {}
         if self._world.is_main:
             try:
-                choice = choose()
-                answer = {"decision": choice.decision.to_json()}
+                proposal = choose()
+                answer = {"decision": proposal.decision.to_json()}
                 if self._journal is not None and step is not None:
                     shape = plan_shape(self._task, self._world)
                     self._journal.append({"step": step, "world": shape, **answer})
@@ -460,21 +463,23 @@ class Elasticity:
         if "error" in answer:
             raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
         decision = Decision.from_json(answer["decision"])
-        return Choice(decision) if choice is None else replace(choice, decision=decision)
+        return Proposal(decision) if proposal is None else replace(proposal, decision=decision)
 
-    def _carry_out(self, choice: Choice, start: float) -> Change:
+    def _carry_out(self, proposal: Proposal, start: float) -> Change:
         """Do on all ranks what was decided, and learn what that took. Collective.
 
         Args:
             start: when choosing began, by `time.perf_counter`.
         """
-        decision, before, step_before_s = choice.decision, self.decision, self._pace.median_s
+        decision, before, step_before_s = proposal.decision, self.decision, self._pace.median_s
         before_plan = before.plan if before else None
         predicted_s = self.planner.predict_transition_s(before_plan, decision.plan)
         is_transition, moved = decision.changes(before), 0
         if is_transition:
+            received = self.deployment.change(decision)
+            self.feed.follow_prefix()
             # Gathering is also the barrier: the transition ends when its last rank is done.
-            moved = sum(gather_json(self.deployment.change(decision), group=self._world.group))
+            moved = sum(gather_json(received, group=self._world.group))
         seconds = time.perf_counter() - start
         if is_transition and before is not None:
             self.planner.note_transition(before.plan, decision.plan, seconds)
@@ -492,8 +497,8 @@ class Elasticity:
             predicted_s,
             moved,
             step_before_s,
-            choice.confidence,
-            choice.context,
+            proposal.confidence,
+            proposal.context,
         )
 
     def _memory_limit_bytes(self) -> int | None:
@@ -505,5 +510,4 @@ class Elasticity:
 
     def _measure(self) -> Profile:
         held_bytes = self.deployment.held_bytes()
-        read = self.deployment.feed.read_apart
-        return measure(self._task, self._world, read, held_bytes=held_bytes)
+        return measure(self._task, self._world, self.feed.read_apart, held_bytes=held_bytes)

@@ -40,7 +40,7 @@ Probed = Mapping[int, Mapping[str, float]]
 
 
 @final
-class Probe:
+class OutputProbe:
     """Look at samples spread evenly over the training set, as they are in its first epoch.
 
     Outputs are those of evaluation, without dropout. Every look runs a forward of the samples
@@ -213,7 +213,7 @@ class Observing:
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world
         self._losses, self._rates = _Mean(), _Mean()
-        self.probe = Probe(task, world, feed) if task.signals & PROBE_SIGNALS else None
+        self.probe = OutputProbe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
     def note_step(self, loss: float, learning_rate: float) -> None:
         self._losses.add(loss)

@@ -28,7 +28,7 @@ _OF_A_KIND = 2
 
 
 @dataclass(frozen=True)
-class Choice:
+class TimedSublayers:
     """Hold which sublayers are timed, for all of their kind.
 
     Args:
@@ -46,7 +46,7 @@ class Choice:
         parts = (tuple(index for index in self.timed if index in span) for span in spans)
         return tuple(part for part in parts if part)
 
-    def given_to_all(self, costs: Sequence[SublayerCost]) -> tuple[SublayerCost, ...]:
+    def for_all(self, costs: Sequence[SublayerCost]) -> tuple[SublayerCost, ...]:
         """Return every sublayer's cost: the median of its kind.
 
         Args:
@@ -71,7 +71,7 @@ def choose_sublayers(
     world: World,
     cut: Callable[[int], Batch],
     spans_of: Mapping[int, Sequence[range]],
-) -> Choice:
+) -> TimedSublayers:
     """Choose the sublayers to time. Collective.
 
     All are timed if that is quick. A few compute in warmer caches, which live steps correct. They
@@ -96,11 +96,11 @@ def choose_sublayers(
     # Ranks agree on the slowest one's time, so that all choose alike.
     round_s = max(gather_json(own_s, group=world.group)) * sum(spans_of)
     if round_s <= _WHOLE_S:
-        return Choice(everyone, every, every)
+        return TimedSublayers(everyone, every, every)
     # Rank 0's kinds, too: what experts keep hangs on the weights, which are random elsewhere.
     told = [kinds, few_of(kinds, most=_OF_A_KIND)]
     kinds, few = broadcast_json(told, group=world.group)
-    return Choice(everyone, kinds, few)
+    return TimedSublayers(everyone, kinds, few)
 
 
 def kinds_of(modules: Sequence[nn.Module], rows: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -69,8 +69,8 @@ def measure(
     """
     cut = _cut_alike(task, world, read)
     whole_spans_of = _choose_spans(task, world, cut, held_bytes)
-    choice = choose_sublayers(task, world, cut, whole_spans_of)
-    spans_of = {size: choice.within(spans) for size, spans in whole_spans_of.items()}
+    timed_sublayers = choose_sublayers(task, world, cut, whole_spans_of)
+    spans_of = {size: timed_sublayers.within(spans) for size, spans in whole_spans_of.items()}
     batches, rounds = _choose_batches(task, world, cut, spans_of)
     timed = _measure_chain(task, world, batches=batches, spans_of=spans_of, rounds=rounds)
     smallest, largest = min(batches), max(batches)
@@ -79,7 +79,7 @@ def measure(
     idle_node_share = measure_company(timed, alone_s, world)
     update_s, state_ratio = measure_update(task, world.device)
     untouched = untouched_bytes(task, world, batches[largest], whole_spans_of[largest])
-    costs = _with_bytes(choice.given_to_all(timed.costs), state_ratio, untouched)
+    costs = _with_bytes(timed_sublayers.for_all(timed.costs), state_ratio, untouched)
     worked = first_sublayers(costs, whole_spans_of[smallest][0], _WORK_S)
     messages = _measure_messages(task, world, batch=batches[smallest], span=worked)
     # Workers read while stages compute, so a step does not wait for them.

@@ -20,7 +20,7 @@ from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.elastic import Change, Decision
 from pipetransformer.feed import Clock
-from pipetransformer.processes import World
+from pipetransformer.processes import World, on_rank_0
 from pipetransformer.report.fit_report import cache_line, nothing_frozen_line
 from pipetransformer.report.progress import Progress
 from pipetransformer.report.records import RecordListener, Records, decision_fields
@@ -59,13 +59,25 @@ class RunLog:
         """Call a listener with rank 0's records; comes before `open`."""
         self._listener = listener
 
-    def open(self) -> None:
-        """Open the records; seconds count from now on."""
-        folder = None if self._config.folder is None else Path(self._config.folder)
-        if self._world.is_main and (folder or self._listener):
-            self._records = Records(
-                folder, listener=self._listener, tensorboard=self._config.tensorboard
-            )
+    def open(self, verified: str, warnings: Sequence[str]) -> None:
+        """Open the records with what the checks have found; seconds count from now on. Collective.
+
+        Args:
+            verified: how a recorded model equals its own forward, or "".
+            warnings: sentences for the user.
+        """
+        self._records = on_rank_0(self._open, group=self._world.group)
+        if verified:
+            self._record("verified", 0, how=verified)
+        for warning in warnings if self._world.is_main else ():
+            _LOGGER.warning(warning)
+
+    def _open(self) -> Records | None:
+        folder, tensorboard = self._config.folder, self._config.tensorboard
+        if folder is None and self._listener is None:
+            return None
+        path = None if folder is None else Path(folder)
+        return Records(path, listener=self._listener, tensorboard=tensorboard)
 
     def start(
         self, clock: Clock, profile: Profile, *, cache_bytes: int, unused: Sequence[str]
@@ -84,11 +96,6 @@ class RunLog:
         if cache_bytes:
             self.say(_cache_text(cache_bytes, Path(self._config.cache_folder)))
         self._progress.open(clock.step, clock.max_steps)
-
-    def verified(self, how: str) -> None:
-        """Record how a model without a hand-written adapter equals its own forward; "" is none."""
-        if how:
-            self._record("verified", 0, how=how)
 
     def say(self, line: str) -> None:
         """Write a line on rank 0, beside the bar or in the log; "" writes nothing."""

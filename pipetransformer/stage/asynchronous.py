@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from autocache import CacheStats
+from autodp import gather_json
 from autopipe.engine import Payload, StageReport, StageRun, StageWork
 from autopipe.loss import mean_of
 from autopipe.schedule import Instruction, Op, StageProgram, replicated_one_f_one_b, schedule_of
@@ -139,6 +140,13 @@ class AsynchronousStage(Stage):
         self._refusals.check(sums, wrong, first_step=steps[0].step)
         self._check_stream(steps, sums, rows)
         return _results(sums, stats, report, total_s=total_s, data_s=sum(data_s))
+
+    def ask_for_stop(self, result: StepResult, *, stops: bool) -> StepResult:
+        """Return a stream's last result with whether any rank wants the run to end. Collective.
+
+        No step of a stream carries the ranks' wishes, as those of a pipeline with flushes do.
+        """
+        return replace(result, stops=any(gather_json(stops, group=self._world.group)))
 
     def _check_versions(self, steps: Sequence[ComingStep]) -> None:
         """Refuse, on all ranks alike, too few micro-batches for the versions or the workers."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autodp import Groups, Topology
+from autodp import Groups, Topology, gather_json
 from autopipe.engine import StageReport, StageRun
 from autopipe.loss import BatchMean, SplitProbe
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import forward_only, schedule_of
-from autopipe.trace import Recorder
+from autopipe.trace import Recorder, Span, Trace
 from pipetransformer.feed import ComingStep, Rows, SampleError
 from pipetransformer.model import LossScale, Task, in_mode, modes_of, set_modes
 from pipetransformer.processes import World
@@ -240,6 +240,13 @@ class Stage:
             work = LookWork(self._wiring, MicroBatches(ids, (len(ids),), rows))
             self._run_forwards(work)
         return work.grams
+
+    def gather_trace(self, trace: Trace) -> Trace:
+        """Return what the first pipeline's stages did, on every rank. Collective."""
+        # A stage of several workers is traced by its first.
+        spans = [span.to_json() for span in trace.spans] if self.speaks_for_stage else []
+        gathered = gather_json(spans, group=self._world.group)
+        return Trace.of(Span.from_json(span) for spans in gathered for span in spans)
 
     def _run_forwards(self, work: LayerWork) -> None:
         self._bring_samples(work)

@@ -169,7 +169,8 @@ def test_a_function_whose_means_do_not_join_is_refused_in_the_same_step_on_every
 
 def test_a_refused_step_leaves_the_weights_as_they_were() -> None:
     # What two samples before the start do not show is found in the first step that does.
-    unseen = mock.patch("pipetransformer.trainer.probe_sublayers")
+    nothing = mock.Mock(is_random="", plainly_random=set())
+    unseen = mock.patch("pipetransformer.checks.start.probe_sublayers", return_value=nothing)
     with unseen, make_trainer(own_loss, some_ignored()) as trainer:
         with pytest.raises(ValueError, match=r"parts of 2, 2, 2, 2"):
             trainer.step()

@@ -19,7 +19,7 @@ from pipetransformer.measure import kinds, measurements
 from pipetransformer.measure import kinds as kinds_module
 from pipetransformer.measure import measurements as measure_module
 from pipetransformer.measure import spans as measure_spans
-from pipetransformer.measure.kinds import Choice, few_of, kinds_of
+from pipetransformer.measure.kinds import TimedSublayers, few_of, kinds_of
 from pipetransformer.measure.measurements import measure
 from pipetransformer.measure.spans import Need, cut_spans, forward, run_spans, sublayer_needs
 from pipetransformer.model import Task
@@ -220,7 +220,7 @@ def test_all_of_a_kind_get_the_median_of_those_measured_and_keep_their_own_bytes
         sublayer(index, forward_s=s, spread=(1 - s / 20, 1.0 + s))
         for index, s in zip(chosen, (9, 1, 3, 7), strict=True)
     ]
-    whole = Choice(everyone, [0, 1, 1, 1, 2], chosen).given_to_all(measured)
+    whole = TimedSublayers(everyone, [0, 1, 1, 1, 2], chosen).for_all(measured)
     assert [cost.forward_s for cost in whole] == [(9.0,), (2.0,), (2.0,), (2.0,), (7.0,)]
     assert [cost.spread[1] for cost in whole] == [10.0, 3.0, 3.0, 3.0, 8.0]
     assert [cost.name for cost in whole] == [cost.name for cost in everyone]
