@@ -25,7 +25,6 @@ from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
     LOCK_FILE,
     lock_folder,
-    may_be_live,
     open_latest,
     resumes,
 )
@@ -35,6 +34,6 @@ from pipetransformer.checkpoint.saver import Saved
 __all__ = [
     "BEST_FOLDER", "BestModel", "CHECKPOINTS", "Checkpoint", "DescribedModel", "LOCK_FILE",
     "Part", "RunState", "Saved", "Selection", "add_export_parser", "holds_checkpoint",
-    "lock_folder", "may_be_live", "open_checkpoint", "open_latest", "published", "read_weights",
+    "lock_folder", "open_checkpoint", "open_latest", "published", "read_weights",
     "resumes", "write_model_folder",
 ]  # fmt: skip

@@ -328,18 +328,6 @@ def lock_folder(folder: Path, *, patience_s: float = 0.0) -> FileIO:
     return file
 
 
-def may_be_live(folder: Path) -> bool:
-    """Return whether a process trains in a folder; True where files cannot be locked."""
-    try:
-        with FileIO(open_unlinked(folder / LOCK_FILE, os.O_RDWR), "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
-
-
 def _refuse_live(folder: Path) -> None:
     """Raise a ValueError if another run holds the lock of a folder."""
     with suppress(OSError), FileIO(open_unlinked(folder / LOCK_FILE, os.O_RDWR), "r+") as file:

@@ -7,39 +7,26 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from pipetransformer import __version__
-from pipetransformer.checkpoint import add_export_parser, may_be_live
+from pipetransformer.checkpoint import add_export_parser
 from pipetransformer.cli.cache_command import add_cache_parser
 from pipetransformer.cli.plan_command import add_plan_parser
 from pipetransformer.cli.verify_command import add_verify_parser
 from pipetransformer.demo import add_demo_parser
 from pipetransformer.errors import CorruptCheckpointError, WorkerFailedError
-from pipetransformer.report import PAGE_FILE, add_score_parser, watch_page, write_page
+from pipetransformer.report import PAGE_FILE, add_score_parser, write_page
 
 
 def _add_report_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the folder= of the run")
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="write report.html anew while the run goes on, and have an open page reload itself; "
-        "ends with the run, also an interrupted one, or on Ctrl-C",
-    )
     parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace, say: Callable[[str], object]) -> None:
-    folder = options.folder
-    if options.watch:
-        say(f"{folder / PAGE_FILE} follows the run; Ctrl-C ends that")
-        sys.stdout.flush()  # What is piped would see it at the end.
-        watch_page(folder, is_live=partial(may_be_live, folder))
-    else:
-        write_page(folder)
-    say(str(folder / PAGE_FILE))
+    write_page(options.folder)
+    say(str(options.folder / PAGE_FILE))
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
@@ -51,7 +38,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "report": (
         _add_report_parser,
         "draw a run as report.html: loss and metrics, frozen layers, K and R, where the time "
-        "went, the cache, decisions and what they saw, a step's trace",
+        "went, the cache, decisions and what they saw",
     ),
     "score": (add_score_parser, "say what freeze policies would have frozen in a run, and saved"),
     "export": (add_export_parser, "turn a checkpoint into a folder that other programs load"),

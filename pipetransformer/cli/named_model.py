@@ -16,7 +16,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,15 @@ _LARGE = {
 }  # fmt: skip
 BERTS: dict[str, dict[str, Any]] = {"bert-base": {}, "bert-large": _LARGE}
 """Names of transformers' BERT, and what differs from its defaults."""
-TASKS: dict[str, tuple[str, str | None]] = {
-    "causal": ("CAUSAL_LM", "CAUSAL_LM"),
-    "masked": ("MASKED_LM", None),
-    "sequence-classification": ("SEQUENCE_CLASSIFICATION", "SEQ_CLS"),
-    "token-classification": ("TOKEN_CLASSIFICATION", "TOKEN_CLS"),
-    "question-answering": ("QUESTION_ANSWERING", "QUESTION_ANS"),
-    "image-classification": ("IMAGE_CLASSIFICATION", None),
+TASKS = {
+    "causal": "CAUSAL_LM",
+    "masked": "MASKED_LM",
+    "sequence-classification": "SEQUENCE_CLASSIFICATION",
+    "token-classification": "TOKEN_CLASSIFICATION",
+    "question-answering": "QUESTION_ANSWERING",
+    "image-classification": "IMAGE_CLASSIFICATION",
 }
-"""Tasks as transformers names them in its tables, and peft where it knows the head's name."""
+"""Tasks as transformers names them in its tables."""
 WEIGHT_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 _USUAL_TOKENS, _BERT_TOKENS = 512, 384
 
@@ -61,9 +61,6 @@ class ModelChoice:
         seq_length: tokens of a sample, for texts.
         dtype: of parameters and computations; one of WEIGHT_DTYPES.
         task: one of TASKS, for a configuration; None is that of the class which it names.
-        lora: rank of adapters to train in the place of the weights.
-        lora_targets: names, or ends of names, of linear layers; None is peft's default for the
-            kind of model or, where it has none, all linear layers of blocks.
     Raises:
         ValueError: a value is out of range, or does not apply to the model.
     """
@@ -73,21 +70,16 @@ class ModelChoice:
     seq_length: int | None = None
     dtype: str = "float32"
     task: str | None = None
-    lora: int | None = None
-    lora_targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for option in ("image_size", "seq_length", "lora"):
+        for option in ("image_size", "seq_length"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ValueError(f"{option} is {value}; give at least 1")
         if self.task is not None and self.task not in TASKS:
             raise ValueError(f"task is {self.task!r}; give one of {', '.join(TASKS)}")
-        targets = self.lora_targets
-        if targets is not None and (self.lora is None or not all(targets)):
-            raise ValueError("lora_targets needs names such as q_proj,v_proj, and lora, a rank")
         if self.is_own:
-            self.refuse("image_size", "seq_length", "task", "lora")
+            self.refuse("image_size", "seq_length", "task")
 
     @property
     def is_own(self) -> bool:
@@ -111,16 +103,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--image-size", type=int, help="pixels of a side, for images")
     add("--seq-length", type=int, help=f"tokens of a text; {_USUAL_TOKENS} if unsaid")
     add("--task", choices=tuple(TASKS), help="head of a configuration; else the class it names")
-    add("--lora", type=int, metavar="RANK", help="train LoRA adapters alone")
-    add("--lora-targets", help="linear layers that get one: q_proj,v_proj; else peft's default")
 
 
 def model_choice(options: argparse.Namespace, *, dtype: str = "float32") -> ModelChoice:
     """Return the model that options name; a ValueError as of `ModelChoice`."""
-    targets: str | None = options.lora_targets
-    names = None if targets is None else tuple(name.strip() for name in targets.split(","))
     shape = options.image_size, options.seq_length
-    return ModelChoice(options.model, *shape, dtype, options.task, options.lora, names)
+    return ModelChoice(options.model, *shape, dtype, options.task)
 
 
 @dataclass(frozen=True)
@@ -130,14 +118,11 @@ class Built:
     Args:
         batch: one sample or more that it takes, with targets, in host memory.
         assumed: what its name does not say, a sentence each.
-        task, head: one of TASKS, and the name of what is new in a fine-tuning, where known.
     """
 
     model: nn.Module | LayeredModel
     batch: Mapping[str, Tensor]
     assumed: tuple[str, ...] = ()
-    task: str | None = None
-    head: str | None = None
 
 
 @dataclass(frozen=True)
@@ -209,10 +194,8 @@ def build(choice: ModelChoice, *, device: str, usual_tokens: int = _USUAL_TOKENS
         return _build_own(choice.name, device)
     if not Path(choice.name).exists() and choice.name in _timm_names():
         choice.refuse("seq_length", "task")
-        built = _build_timm(choice)
-    else:
-        built = _build_configured(_read_config(choice.name), choice, usual_tokens)
-    return built if choice.lora is None else _with_lora(built, choice.lora, choice.lora_targets)
+        return _build_timm(choice)
+    return _build_configured(_read_config(choice.name), choice, usual_tokens)
 
 
 def _build_own(name: str, device: str) -> Built:
@@ -261,7 +244,7 @@ def _build_timm(choice: ModelChoice) -> Built:
     channels, *sides = model.default_cfg["input_size"]
     pixels = samples.drawn_images(channels, *(sides if side is None else (side, side)))
     batch = {"x": pixels, "y": torch.zeros(len(pixels), dtype=torch.int64, device="cpu")}
-    return Built(model, batch, head=model.default_cfg["classifier"])
+    return Built(model, batch)
 
 
 def _timm_names() -> list[str]:
@@ -329,20 +312,14 @@ def _build_configured(config: Any, choice: ModelChoice, usual_tokens: int) -> Bu
             'up here; give "module:function", which returns the model and a batch'
         )
     batch |= samples.draw_targets(model, config, batch, task)
-    # A head stands beside the body, and has weights.
-    heads = (
-        name
-        for name, part in model.named_children()
-        if name != model.base_model_prefix and next(part.parameters(), None) is not None
-    )
-    return Built(model, batch, tuple(assumed), task, next(heads, None))
+    return Built(model, batch, tuple(assumed))
 
 
 def _classes(task: str) -> dict[str, str]:
     """Return transformers' classes for a task, by kinds of models."""
     from transformers.models.auto import modeling_auto
 
-    return dict(getattr(modeling_auto, f"MODEL_FOR_{TASKS[task][0]}_MAPPING_NAMES"))
+    return dict(getattr(modeling_auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES"))
 
 
 def _model_class(config: Any, choice: ModelChoice) -> tuple[Any, str]:
@@ -377,33 +354,3 @@ def _checked_length(config: Any, choice: ModelChoice, usual: int) -> int:
     if asked is not None and asked > most:
         raise ValueError(f"seq_length is {asked}; {choice.name} takes up to {most}")
     return asked or min(usual, most)
-
-
-def _with_lora(built: Built, rank: int, targets: tuple[str, ...] | None) -> Built:
-    """Wrap a model by peft: its own weights are frozen, adapters and a new head train."""
-    require("peft", purpose="--lora")
-    # peft takes seconds to import, and only adapters need it.
-    from peft import LoraConfig, get_peft_model
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
-
-    model: Any = built.model
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    names: Any = list(targets or ())
-    why = "as asked"
-    if targets is None and kind in DEFAULTS:
-        names, why = DEFAULTS[kind], f"peft's default for {kind}"
-    elif targets is None:
-        linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-        names = [name for name in linear if any(part.isdigit() for part in name.split("."))]
-        why = "the linear layers of blocks; peft has no default"
-    task = TASKS[built.task][1] if built.task else None
-    heads = [built.head] if built.head is not None and task is None else None
-    adapters = LoraConfig(r=rank, target_modules=names, task_type=task, modules_to_save=heads)
-    ends = [names] if isinstance(names, str) else [name.rpartition(".")[2] for name in names]
-    sentence = (
-        f"LoRA of rank {rank} on {', '.join(dict.fromkeys(ends))} ({why}), all else but a new "
-        "head frozen"
-    )
-    return replace(
-        built, model=get_peft_model(model, adapters), assumed=(*built.assumed, sentence)
-    )

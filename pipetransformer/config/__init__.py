@@ -2,7 +2,6 @@
 
 train_config    the settings, each with its type, rule, default and meaning
 rules           which values are allowed, and the words for it
-other_names     what to give instead of other trainers' names
 schedules       how the learning rate follows the step
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,6 @@ from autopipe.plan import PipelinePlan
 from autopipe.schedule import SCHEDULES
 from freeze import MEASURED_SIGNALS
 from pipetransformer.config import rules
-from pipetransformer.config.other_names import advice_on
 from pipetransformer.config.schedules import LearningRateSchedule, constant, named_schedule
 
 CollateFunction = Callable[[list[Any]], Any]
@@ -33,6 +33,9 @@ PLANS = ("fastest", "published", "pipedream")
 
 EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
+
+_BESIDE = ("freeze", "loss_fn", "optimizer", "train_dataset", "eval_dataset")
+"""Arguments of the Trainer that are no settings."""
 
 _LEAST_STEP_LIMIT_S, _STEPS_A_WAIT = 60.0, 20
 _COMPILING_S = 600.0
@@ -418,8 +421,11 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     """
     known = [field.name for field in fields(TrainConfig)]
     if unknown := sorted(set(settings) - set(known)):
+        near = {name for one in unknown for name in get_close_matches(one, [*known, *_BESIDE])}
+        meant = f"perhaps {', '.join(sorted(near))} is meant; " if near else ""
         raise ValueError(
-            f"unknown setting(s) {', '.join(map(repr, unknown))}; {advice_on(unknown, known)}"
+            f"unknown setting(s) {', '.join(map(repr, unknown))}; {meant}"
+            "help(pipetransformer.TrainConfig) lists all"
         )
     return TrainConfig(**settings)
 

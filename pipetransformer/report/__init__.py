@@ -7,12 +7,12 @@ progress          the bar
 fit_report        the table at the end, and closing lines
 callbacks         events for the user's callbacks
 score             what policies would have frozen in a recorded run, and saved
-page              report.html; sections and freeze_sections are its parts
+page              report.html; sections are its parts
 """
 
 from pipetransformer.report.callbacks import Callback, Events, check_callbacks
 from pipetransformer.report.fit_report import FitReport
-from pipetransformer.report.page import PAGE_FILE, run_is_over, watch_page, write_page
+from pipetransformer.report.page import PAGE_FILE, run_is_over, write_page
 from pipetransformer.report.records import (
     RECORDS_FILE,
     Record,
@@ -28,6 +28,5 @@ from pipetransformer.report.score import add_score_parser, recorded_score, score
 __all__ = [
     "Callback", "Events", "FitReport", "PAGE_FILE", "RECORDS_FILE", "Record", "RecordedDecision",
     "RunLog", "add_score_parser", "check_callbacks", "finite", "latest_branch",
-    "read_decisions", "read_records", "recorded_score", "run_is_over", "score", "watch_page",
-    "write_page",
+    "read_decisions", "read_records", "recorded_score", "run_is_over", "score", "write_page",
 ]  # fmt: skip

@@ -9,9 +9,6 @@ file of its own. So all of it is escaped, and the page's policy lets nothing be 
 from __future__ import annotations
 
 import json
-import logging
-import time
-from collections.abc import Callable
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -28,9 +25,6 @@ from pipetransformer.report.records import (
 from pipetransformer.report.sections import Rows, Section, sections_of
 
 PAGE_FILE = "report.html"
-_LOGGER = logging.getLogger(__name__)
-
-_INTERVAL_S = 5.0
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #2b2f36; max-width: 1100px;
@@ -40,13 +34,9 @@ nav a { margin-right: 16px; color: #0b6fb8; }
 dl { display: flex; flex-wrap: wrap; gap: 8px 32px; } dt { color: #6c727b; } dd { margin: 0; }
 dd { font-weight: 600; }
 .rows { max-height: 420px; overflow: auto; }
-.columns { display: grid; grid-template-columns: 1fr 1fr; }
-.columns > :first-child { grid-column: span 2; }
-.figure { min-width: 0; }
 table { border-collapse: collapse; } th { position: sticky; top: 0; background: white; }
 th, td { text-align: left; padding: 4px 14px 4px 0; vertical-align: top;
          border-bottom: 1px solid #eceef1; font-variant-numeric: tabular-nums; }
-.watch { color: #6c727b; min-height: 1.4em; }
 """
 
 _DRAW = """
@@ -57,24 +47,10 @@ for (const [id, figure] of Object.entries(figures))
   });
 """
 
-# A reload would lose what the reader has zoomed in to.
-_RELOAD = """
-const timer = setTimeout(() => location.reload(), %d);
-for (const figure of document.querySelectorAll(".figure"))
-  figure.on("plotly_relayout", change => {
-    if (!Object.keys(change).some(key => key.includes("range"))) return;
-    clearTimeout(timer);
-    document.getElementById("watch").textContent =
-      "The page no longer reloads, as you have zoomed in; reload it to go on.";
-  });
-"""
 
+def write_page(folder: Path) -> None:
+    """Write report.html into a run's folder, whole or not at all.
 
-def write_page(folder: Path, *, reload_s: float | None = None) -> bool:
-    """Write report.html into a run's folder, whole or not at all; return whether the run is over.
-
-    Args:
-        reload_s: seconds after which an open page loads itself again, unless the run is over.
     Raises:
         ImportError: plotly is not installed.
         ValueError: the folder holds no records, or a damaged line of them.
@@ -84,56 +60,10 @@ def write_page(folder: Path, *, reload_s: float | None = None) -> bool:
 
     path = folder / RECORDS_FILE
     records = latest_branch(read_records(path))
-    is_over = run_is_over(records)
     facts = _facts(records, written=datetime.fromtimestamp(path.stat().st_mtime))
-    name = folder.resolve().name
-    reloads = None if is_over else reload_s
-    page = page_of(
-        name, facts, sections_of(records, folder), script=get_plotlyjs(), reload_s=reloads
-    )
+    name, sections = folder.resolve().name, sections_of(records, folder)
+    page = page_of(name, facts, sections, script=get_plotlyjs())
     replace_file(folder / PAGE_FILE, page.encode())
-    return is_over
-
-
-def watch_page(
-    folder: Path,
-    *,
-    is_live: Callable[[], bool] = lambda: True,
-    pause: Callable[[float], object] = time.sleep,
-) -> None:
-    """Write report.html anew whenever the run has recorded more, until its end or Ctrl-C.
-
-    It waits for a run that has not begun. The last page does not reload itself.
-
-    Args:
-        is_live: whether a process trains in the folder. A run that was killed never says that it
-            is over.
-        pause: waits so many seconds.
-    Raises:
-        ImportError, ValueError: as `write_page`.
-    """
-    seen, is_over = None, False
-    try:
-        while not _has_begun(folder):
-            pause(_INTERVAL_S)
-        while not is_over:
-            lives = is_live()  # Asked before the last records are read, and not behind them.
-            if (found := _sizes(folder)) != seen:
-                is_over, seen = write_page(folder, reload_s=_INTERVAL_S), found
-            if not is_over and not lives:
-                _LOGGER.warning("no process trains in %s, and the run in it is not over", folder)
-                break
-            if not is_over:
-                pause(_INTERVAL_S)
-    except KeyboardInterrupt:
-        pass
-    if not is_over and _has_begun(folder):
-        write_page(folder)
-
-
-def _has_begun(folder: Path) -> bool:
-    path = folder / RECORDS_FILE
-    return path.exists() and path.stat().st_size > 0
 
 
 def run_is_over(records: list[Record]) -> bool:
@@ -142,14 +72,7 @@ def run_is_over(records: list[Record]) -> bool:
     return marks[-1:] == ["end"]
 
 
-def page_of(
-    name: str,
-    facts: Rows,
-    sections: list[Section],
-    *,
-    script: str,
-    reload_s: float | None = None,
-) -> str:
+def page_of(name: str, facts: Rows, sections: list[Section], *, script: str) -> str:
     """Return the page's HTML.
 
     Args:
@@ -165,8 +88,6 @@ def page_of(
         f'<a href="#section-{index}">{escape(section.title)}</a>'
         for index, section in enumerate(sections)
     )
-    watched = "" if reload_s is None else f"The page reloads every {reload_s:g} s."
-    reload = "" if reload_s is None else _RELOAD % (reload_s * 1e3)
     listed = "".join(f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in facts)
     body = "".join(_section_html(index, section) for index, section in enumerate(sections))
     # A JSON text may hold "</script>", which would end the element that it stands in.
@@ -178,12 +99,11 @@ def page_of(
 <meta name="viewport" content="width=device-width"><title>{escape(name)}</title>
 <style>{_STYLE}</style></head><body>
 <h1>{escape(name)}</h1>
-<div class="watch" id="watch">{watched}</div>
 <dl>{listed}</dl><nav>{links}</nav>
 {body}
 <script type="application/json" id="figures">{data}</script>
 <script>{script}</script>
-<script>{_DRAW}{reload}</script>
+<script>{_DRAW}</script>
 </body></html>
 """
 
@@ -195,20 +115,17 @@ def _section_html(index: int, section: Section) -> str:
         for number in range(len(section.figures))
     )
     heading = f'<h2 id="section-{index}">{escape(section.title)}</h2>'
-    kind = ' class="columns"' if section.in_columns else ""
-    drawn = f"<div{kind}>{figures}</div>" if figures else ""
-    return f"<section>{heading}{notes}{drawn}{_table_html(section.table)}</section>\n"
+    return f"<section>{heading}{notes}{figures}{_table_html(section.table)}</section>\n"
 
 
 def _table_html(rows: Rows) -> str:
     if not rows:
         return ""
-    header, *others = (
-        [f"<{tag}>{escape(cell)}</{tag}>" for cell in row]
-        for tag, row in zip(["th", *["td"] * (len(rows) - 1)], rows, strict=True)
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    cells = (
+        "".join(f"<{t}>{escape(c)}</{t}>" for c in row) for t, row in zip(tags, rows, strict=True)
     )
-    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in others)
-    return f'<div class="rows"><table><tr>{"".join(header)}</tr>{body}</table></div>'
+    return f'<div class="rows"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
 def _facts(records: list[Record], *, written: datetime) -> Rows:
@@ -237,9 +154,3 @@ def _facts(records: list[Record], *, written: datetime) -> Rows:
 def _most_steps(records: list[Record]) -> int | None:
     known = [one["max_steps"] for one in of_kind(records, "decision") if "max_steps" in one]
     return known[-1] if known else None
-
-
-def _sizes(folder: Path) -> list[tuple[int, int]]:
-    """Return what changes when the file that the page shows is written."""
-    path = folder / RECORDS_FILE
-    return [(stat.st_size, stat.st_mtime_ns) for stat in ([path.stat()] if path.exists() else [])]

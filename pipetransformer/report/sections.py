@@ -3,47 +3,57 @@
     learning ─ pipelines ─ time ─ cache ─ decisions ─ signals
 
 A figure is plotly's, as a dict of lists and numbers. Records of older versions lack fields, and a
-young run lacks kinds of records: a section draws what there is, and says what is missing.
+young run lacks kinds of records: a section draws what there is, and says what is missing. Plotly
+reads a little HTML in texts, so that names which users give are escaped.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from autopipe.trace import as_bytes
+from freeze.signals import svcca
 from pipetransformer.config import EVALUATION_FIELDS
-from pipetransformer.report.freeze_sections import decisions_section, signals_section
-from pipetransformer.report.page_figures import (
-    CATEGORY_COLORS,
-    MARK_COLOR,
-    OWN_COLOR,
-    SECOND_COLOR,
-    Rows,
-    Section,
-    bar_of,
-    figure_of,
-    line_of,
-    number_of,
-    text_of,
-)
-from pipetransformer.report.records import Record, epochs_of, of_kind
+from pipetransformer.elastic import PROBE_FOLDER, read_looks
+from pipetransformer.report.records import Record, epochs_of, finite, of_kind
+
+Figure = dict[str, Any]
+Rows = tuple[tuple[str, ...], ...]
 
 _MOST_POINTS = 4000
 
 
+@dataclass(frozen=True)
+class Section:
+    """Hold a part of the page.
+
+    Args:
+        notes: sentences above its figures; they say what is missing.
+        table: rows below them, the header first.
+    """
+
+    title: str
+    notes: tuple[str, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    table: Rows = ()
+
+
 def sections_of(records: list[Record], folder: Path) -> list[Section]:
-    """Return the sections of a run's latest branch; its folder may hold looks."""
+    """Return the sections of a run's latest branch; its folder may hold looks at the layers."""
     return [
         _learning(records),
         _pipelines(records),
         _time(records),
         _cache(records),
-        decisions_section(records),
-        signals_section(records, folder),
+        _decisions(records),
+        _signals(records, folder),
     ]
 
 
@@ -53,33 +63,23 @@ def _learning(records: list[Record]) -> Section:
     if not (steps or epochs):
         return Section(title, ("No step is recorded yet.",))
     size = math.ceil(len(steps) / _MOST_POINTS * 2) if len(steps) > _MOST_POINTS else 1
-    thin = f"Of every {size} steps the lowest and the highest are drawn." if size > 1 else ""
-    losses = figure_of(
+    losses = _figure(
         "Loss",
-        line_of(_extremes(steps, "loss", size), "loss", "each step", color="#9ecae1", width=1),
-        line_of(epochs, "loss", "training, mean of an epoch", color=OWN_COLOR),
-        line_of(evaluations, "loss", "evaluation", color=SECOND_COLOR),
+        _line(_extremes(steps, "loss", size), "loss", "each step"),
+        _line(epochs, "loss", "training, mean of an epoch"),
+        _line(evaluations, "loss", "evaluation"),
     )
-    judged = [figure_of(name, line_of(evaluations, name, name)) for name in _metrics(evaluations)]
-    others = []
+    metrics = {name for one in evaluations for name, value in one.items() if _is_number(value)}
+    figures = [
+        _figure(name, _line(evaluations, name, name))
+        for name in sorted(metrics - set(EVALUATION_FIELDS))
+    ]
     for field, name in (("learning_rate", "Learning rate"), ("gradient_norm", "Gradient norm")):
         if any(step.get(field) is not None for step in steps):
-            others.append(figure_of(name, line_of(_extremes(steps, field, size), field, name)))
-            others[-1]["layout"]["yaxis"]["rangemode"] = "tozero"
+            figures.append(_figure(name, _line(_extremes(steps, field, size), field, name)))
+    thin = f"Of every {size} steps the lowest and the highest are drawn." if size > 1 else ""
     missing = "" if evaluations else "No evaluation is recorded."
-    figures = (losses, *judged, *others)
-    return Section(title, _said(thin, missing), figures, in_columns=True)
-
-
-def _metrics(evaluations: list[Record]) -> list[str]:
-    """Name the numbers of evaluations, without the loss."""
-    names = {
-        name
-        for one in evaluations
-        for name, value in one.items()
-        if name not in EVALUATION_FIELDS and isinstance(value, (int, float))
-    }
-    return sorted(names)
+    return Section(title, tuple(filter(None, (thin, missing))), (losses, *figures))
 
 
 def _extremes(steps: list[Record], field: str, size: int) -> list[Record]:
@@ -87,159 +87,194 @@ def _extremes(steps: list[Record], field: str, size: int) -> list[Record]:
 
     Means would hide the peaks that one looks for.
     """
-    kept = []
+    extremes = []
     for start in range(0, len(steps), size):
         group = steps[start : start + size]
         known = [step for step in group if step.get(field) is not None]
         ends = [pick(known, key=lambda step: step[field]) for pick in (min, max) if known]
         unknown = [step for step in group if step.get(field) is None][:1]
         chosen = {id(step) for step in (*ends, *unknown)}
-        kept += [step for step in group if id(step) in chosen]
-    return kept
+        extremes += [step for step in group if id(step) in chosen]
+    return extremes
 
 
 def _pipelines(records: list[Record]) -> Section:
-    title, transitions = "Frozen layers and pipelines", of_kind(records, "transition")
-    changes = _changes(of_kind(records, "step"), ("frozen", "length", "replicas"))
-    if not changes:
-        return Section(title, ("No step is recorded yet.",), table=_transition_rows(records))
-    shown = [
-        ("frozen", "frozen layers", "y", OWN_COLOR, "solid"),
-        ("length", "stages (K)", "y2", OWN_COLOR, "solid"),
-        ("replicas", "replicas (R)", "y2", SECOND_COLOR, "dash"),
-    ]
-    lines = [
-        line_of(changes, field, name, x="elapsed_s")
-        | {"yaxis": axis, "mode": "lines", "line": {"color": color, "dash": dash, "shape": "hv"}}
-        for field, name, axis, color, dash in shown
-    ]
-    marks = [
-        {
-            "type": "line",
-            "yref": "paper",
-            **{"x0": one["elapsed_s"], "x1": one["elapsed_s"], "y0": 0, "y1": 1},
-            "line": {"color": MARK_COLOR, "dash": "dot", "width": 1},
-        }
-        for one in transitions
-    ]
-    figure = figure_of("", *lines, x="seconds since the start")
-    # One axis of time for both: it belongs to the lower one.
-    figure["layout"]["xaxis"] |= {"anchor": "y2"}
-    figure["layout"] |= {
-        "shapes": marks,
-        "yaxis": {"title": {"text": "frozen layers"}, "domain": [0.55, 1], "rangemode": "tozero"},
-        "yaxis2": {"title": {"text": "K and R"}, "domain": [0, 0.45], "rangemode": "tozero"},
-        "height": 420,
-    }
-    for axis, fields in (("yaxis", ["frozen"]), ("yaxis2", ["length", "replicas"])):
-        highest = max(one.get(field) or 0 for one in changes for field in fields)
-        figure["layout"][axis]["dtick"] = max(1, math.ceil(highest / 5))
-    note = "A dotted line is a transition: layers froze, or moved to other processes."
-    return Section(title, (note,), (figure,), _transition_rows(records))
-
-
-def _changes(records: list[Record], fields: Sequence[str]) -> list[Record]:
-    """Keep the records at which one of the fields changes, and the last one."""
-    kept = [next(group) for _, group in groupby(records, lambda r: [r.get(f) for f in fields])]
-    return kept if not kept or kept[-1] is records[-1] else [*kept, records[-1]]
-
-
-def _transition_rows(records: list[Record]) -> Rows:
-    """Write a row for each transition, with the step that was predicted, and the measured one."""
+    title, steps = "Frozen layers and pipelines", of_kind(records, "step")
     measured = {one.get("changed_step"): one for one in of_kind(records, "outcome")}
     rows = [
         (
-            str(one["step"]),
-            text_of(one, "frozen"),
-            f"{text_of(one, 'length')} x {text_of(one, 'replicas')}",
-            text_of(one, "micro_batches"),
-            number_of(one, "seconds"),
-            number_of(one, "predicted_step_s"),
-            number_of(measured.get(one["step"], {}), "measured_step_s"),
+            *(_text(one.get(name)) for name in ("step", "frozen", "length", "replicas")),
+            *(_text(one.get(name)) for name in ("micro_batches", "seconds", "predicted_step_s")),
+            _text(measured.get(one["step"], {}).get("measured_step_s")),
         )
         for one in of_kind(records, "transition")
     ]
     header = (
-        "step", "frozen layers", "K x R", "micro-batches",
+        "step", "frozen layers", "K", "R", "micro-batches",
         "transition, s", "a step predicted, s", "a step measured, s",
     )  # fmt: skip
-    return (header, *rows) if rows else ()
+    table = (header, *rows) if rows else ()
+    if not steps:
+        return Section(title, ("No step is recorded yet.",), table=table)
+    names = {"frozen": "frozen layers", "length": "stages (K)", "replicas": "replicas (R)"}
+    lines = [
+        _line(_changes(steps, field), field, name, x="elapsed_s")
+        | {"mode": "lines", "line": {"shape": "hv"}}
+        for field, name in names.items()
+    ]
+    return Section(title, (), (_figure("", *lines, x="seconds since the start"),), table)
+
+
+def _changes(steps: list[Record], field: str) -> list[Record]:
+    """Keep the steps at which a field changes, and the last one."""
+    before = [None, *(step.get(field) for step in steps)]
+    changed = [step for step, was in zip(steps, before, strict=False) if step.get(field) != was]
+    return [*changed, steps[-1]]
 
 
 def _time(records: list[Record]) -> Section:
     title, epochs = "Where the time went", epochs_of(records)
     if not epochs:
         return Section(title, ("No epoch is over yet; its parts are recorded at its end.",))
-    found = {name: None for epoch in epochs for name in epoch.get("breakdown", {})}
-    # Known ones first: they lie upon each other in this order.
-    names = [
-        *(n for n in CATEGORY_COLORS if n in found),
-        *(n for n in found if n not in CATEGORY_COLORS),
-    ]
+    names = {name: None for epoch in epochs for name in epoch.get("breakdown", {})}
+    x = [epoch["epoch"] for epoch in epochs]
     bars = [
-        bar_of(
-            [epoch["epoch"] for epoch in epochs],
-            [epoch.get("breakdown", {}).get(name, 0.0) for epoch in epochs],
-            name.replace("_", "-"),
-            CATEGORY_COLORS.get(name, CATEGORY_COLORS["other"]),
-        )
+        _bar(x, [e.get("breakdown", {}).get(name, 0.0) for e in epochs], name.replace("_", "-"))
         for name in names
     ]
-    rate = line_of(epochs, "samples_per_s", "samples per second", x="epoch")
-    figures = (
-        figure_of("", *bars, x="epoch", y="seconds, mean of all processes"),
-        figure_of("Throughput", rate, x="epoch", y="samples per second"),
-    )
-    totals = {
-        name.replace("_", "-"): sum(e.get("breakdown", {}).get(name) or 0.0 for e in epochs)
-        for name in names
-    }
+    rate = _line(epochs, "samples_per_s", "samples per second", x="epoch")
     beside = {
-        "evaluation, beside training": "evaluation",
-        "checkpoints, beside training": "checkpoint",
+        kind: sum(one.get("seconds") or 0.0 for one in of_kind(records, kind))
+        for kind in ("evaluation", "checkpoint")
     }
-    totals |= {
-        name: sum(one.get("seconds") or 0.0 for one in of_kind(records, kind))
-        for name, kind in beside.items()
-    }
-    rows = tuple((name, f"{seconds:.3f}") for name, seconds in totals.items())
-    partial = "The last epoch is partial." if epochs[-1].get("partial") else ""
-    return Section(title, _said(partial), figures, (("part", "seconds"), *rows))
+    notes = [f"{name}, beside that: {seconds:.3f} s." for name, seconds in beside.items()]
+    if epochs[-1].get("partial"):
+        notes.append("The last epoch is partial.")
+    figures = (
+        _figure("", *bars, x="epoch", y="seconds, mean of all processes"),
+        _figure("Throughput", rate, x="epoch"),
+    )
+    return Section(title, tuple(notes), figures)
 
 
 def _cache(records: list[Record]) -> Section:
-    title, steps = "Cache", of_kind(records, "step")
-    counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for step in steps:
+    counts: dict[int, list[int]] = {}
+    for step in of_kind(records, "step"):
         hits, misses, upgrades = (
             step.get(f"cache_{name}") or 0 for name in ("hits", "misses", "upgrades")
         )
+        row = counts.setdefault(step.get("epoch", 0) + 1, [0, 0, 0])
         for index, more in enumerate((hits, upgrades, misses - upgrades)):
-            counts[step.get("epoch", 0) + 1][index] += more
-    hits, upgrades, computed = (
-        map(sum, zip(*counts.values(), strict=True)) if counts else (0, 0, 0)
-    )
-    if not hits + upgrades + computed:
-        return Section(title, ("Nothing was looked up: no layer is frozen yet, or cache=False.",))
+            row[index] += more
+    if not any(map(sum, counts.values())):
+        none = "Nothing was looked up: no layer is frozen yet, or cache=False."
+        return Section("Cache", (none,))
     names = ("read", "read, newly frozen layers run", "computed")
-    colors = (CATEGORY_COLORS["data"], CATEGORY_COLORS["cache"], CATEGORY_COLORS["other"])
     bars = [
-        bar_of(list(counts), [one[index] for one in counts.values()], names[index], colors[index])
-        for index in range(3)
+        _bar(list(counts), [row[index] for row in counts.values()], name)
+        for index, name in enumerate(names)
     ]
-    figures = [figure_of("Samples behind frozen layers", *bars, x="epoch", y="samples")]
-    sized = [one for one in epochs_of(records) if one.get("cache_bytes") is not None]
+    sizes = [size for one in epochs_of(records) if (size := one.get("cache_bytes")) is not None]
     taken = "No epoch records the bytes that the cache took."
-    if sized:
-        taken = f"It took at most {as_bytes(sized[-1]['cache_bytes'])} on the first node."
-        line = line_of(sized, "cache_bytes", "bytes", x="epoch")
-        figures.append(figure_of("The most it took", line, x="epoch", y="bytes"))
-    said = (
-        f"{hits:,} samples were read, {upgrades:,} read and run "
-        f"through newly frozen layers, {computed:,} computed."
-    )
-    return Section(title, (said, taken), tuple(figures))
+    if sizes:
+        taken = f"It took at most {as_bytes(sizes[-1])} on the first node."
+    figure = _figure("Samples behind frozen layers", *bars, x="epoch", y="samples")
+    return Section("Cache", (taken,), (figure,))
 
 
-def _said(*sentences: str) -> tuple[str, ...]:
-    return tuple(filter(None, sentences))
+def _decisions(records: list[Record]) -> Section:
+    title, decisions = "Decisions", of_kind(records, "decision")
+    if not decisions:
+        return Section(title, ("No decision is recorded.",))
+    rows = [
+        (
+            *(_text(one.get(name)) for name in ("step", "epoch", "frozen_before", "frozen")),
+            ", ".join(map(str, one.get("resting_before", ()))),
+            *(_text(one.get(name)) for name in ("loss", "reason")),
+        )
+        for one in decisions
+    ]
+    header = ("step", "epochs done", "frozen before", "frozen", "rested", "loss", "reason")
+    looks_s = [seconds for one in decisions if (seconds := one.get("look_seconds"))]
+    note = f"{len(looks_s)} looks at the probe batch took {sum(looks_s):.3g} s."
+    return Section(title, (note,) if looks_s else (), table=(header, *rows))
+
+
+def _signals(records: list[Record], folder: Path) -> Section:
+    """Draw each signal by layer, and the similarity of layers' outputs to their last look."""
+    title, decisions = "What the policy saw of each layer", of_kind(records, "decision")
+    figures = []
+    for name in {name: None for one in decisions for name in one.get("signals", {})}:
+        seen = {one["step"]: v for one in decisions if (v := one.get("signals", {}).get(name))}
+        figures.append(_by_layer(name.replace("_", " "), seen))
+    looks = read_looks(folder / PROBE_FOLDER)
+    if len(looks) > 1:
+        figures.append(_by_layer("SVCCA with the last look", similarities(looks)))
+    if not figures:
+        none = "No signal is recorded: the policy asks for none, or saw none yet."
+        return Section(title, (none,))
+    return Section(title, ("A click in a legend hides a layer.",), tuple(figures))
+
+
+def _by_layer(title: str, seen: Mapping[int, Sequence[Any]]) -> Figure:
+    """Draw a line for each layer over the steps; None is a gap, as is a layer that is missing."""
+    records = [{"step": step, **dict(enumerate(values))} for step, values in seen.items()]
+    num_layers = max(map(len, seen.values()))
+    lines = [
+        _line([{layer: None, **one} for one in records], layer, f"layer {layer}")
+        for layer in range(num_layers)
+    ]
+    return _figure(title, *lines)
+
+
+def similarities(looks: Mapping[int, Mapping[int, Tensor]]) -> dict[int, list[float | None]]:
+    """Return each layer's SVCCA between every look and the last one; None where one lacks it."""
+    *_, last = looks.values()
+    # A file's layers are sorted as text, "10" before "2", and lack those that were always frozen.
+    layers = range(max(last) + 1)
+    return {
+        step: [svcca(grams[i], last[i]) if i in grams and i in last else None for i in layers]
+        for step, grams in looks.items()
+    }
+
+
+def _figure(title: str, *traces: Figure, x: str = "step", y: str = "") -> Figure:
+    """Return a figure of traces; those without points are left out."""
+    layout = {
+        "title": {"text": escape(title, quote=False), "x": 0, "xref": "paper"},
+        "xaxis": {"title": {"text": x}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": y}},
+        "barmode": "stack",
+        "hovermode": "x unified",
+        "height": 300,
+        "margin": {"l": 70, "r": 20, "t": 40, "b": 50},
+    }
+    return {"data": [trace for trace in traces if trace["y"]], "layout": layout}
+
+
+def _line(records: Iterable[Mapping[Any, Any]], field: Any, name: str, x: str = "step") -> Figure:
+    """Draw a field of the records that have it; null is a gap."""
+    having = [record for record in records if field in record]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(having) < 50 else "lines",
+        "name": escape(name, quote=False),
+        "x": finite([record[x] for record in having]),
+        "y": finite([record[field] for record in having]),
+    }
+
+
+def _bar(x: list[int], y: list[float], name: str) -> Figure:
+    """Draw a part of stacked bars; null is none."""
+    return {"type": "bar", "name": escape(name, quote=False), "x": x, "y": finite(y)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _text(value: Any) -> str:
+    """Write a field: four digits of a number, and a dash where there is none."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else str(value)

@@ -126,60 +126,14 @@ def test_equal_blocks_cost_the_same_and_share_what_the_prologue_makes(tmp_path: 
         assert other.saved_bytes == first.saved_bytes
 
 
-def test_lora_trains_its_factors_alone(tmp_path: Path) -> None:
-    name = saved(tmp_path, "LlamaForCausalLM")
-    plain, adapted = (
-        build_named(ModelChoice(name, lora=lora), device="meta") for lora in (None, 2)
-    )
-    assert adapted.assumed[-1].startswith("LoRA of rank 2 on q_proj, v_proj (peft's default for l")
-    cluster = load_cluster(CLUSTER)
-    before, costs = (
-        modelled_profile(profiled(one), one.sample, cluster).sublayers for one in (plain, adapted)
-    )
-    # Factors of rank 2 beside queries, 16 to 16, and values, 16 to 8.
-    factors = 4 * 2 * ((16 + 16) + (16 + 8))
-    assert [cost.gradient_bytes for cost in costs] == [0, *[factors] * 2, 0]
-    for old, new in zip(before[1:-1], costs[1:-1], strict=True):
-        assert new.parameter_bytes == old.parameter_bytes + factors
-        # Two moments, and a step of 4 bytes for each of four factors.
-        assert new.optimizer_bytes == 2 * factors + 4 * 4
-        assert new.input_backward_s[0] > 0
-    assert costs[-1].weight_backward_s[-1] == 0 < before[-1].weight_backward_s[-1]
-
-
-@pytest.mark.slow
-def test_targets_of_lora_can_be_named_and_else_are_the_blocks_linear_layers(
-    tmp_path: Path,
-) -> None:
-    name = saved(tmp_path, "ViTForImageClassification", image_size=8, patch_size=4)
-    chosen, usual = (
-        build_named(ModelChoice(name, lora=1, lora_targets=targets), device="meta")
-        for targets in (("q_proj",), None)
-    )
-    trained = {n for n, p in chosen.model.model.named_parameters() if p.requires_grad}
-    # What is new in a fine-tuning, the head, trains in full.
-    assert {n.split(".")[-4] for n in trained if "lora" in n} == {"q_proj"}
-    assert sum("classifier" in n for n in trained) == 2
-    assert "the linear layers of blocks; peft has no default" in usual.assumed[-1]
-
-
 def test_answer_says_what_was_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = saved(tmp_path, "LlamaForCausalLM")
-    asked = (
-        "--lora",
-        "2",
-        "--lora-targets",
-        "q_proj, o_proj",
-        "--task",
-        "sequence-classification",
-    )
+    asked = ("--task", "sequence-classification")
     lines = plan(capsys, folder, "--seq-length", "8", *asked).splitlines()
     assert lines[0].startswith(f"{folder} in bfloat16: 4 sublayers, ")
-    assert lines[0].endswith(" of them trained")
-    assert lines[1:5] == [
+    assert lines[1:4] == [
         "  assumed: LlamaForSequenceClassification, for --task sequence-classification",
         "  assumed: 8 tokens a sample",
-        "  assumed: LoRA of rank 2 on q_proj, o_proj (as asked), all else but a new head frozen",
         "  assumed: no sample is padded",
     ]
     values = json.loads(plan(capsys, f"{folder}/config.json", "--json"))
@@ -213,9 +167,7 @@ def test_a_name_of_the_hub_is_found_in_the_cache_alone(
         ({"model_type": "llama"}, ["--task", "masked"], "llama has no class for --task masked; i"),
         (QWEN2_7B, ["--seq-length", "131073"], "seq_length is 131073; "),
         (QWEN2_7B, ["--image-size", "8"], "image_size does not apply to "),
-        (QWEN2_7B, ["--lora", "0"], "lora is 0; give at least 1"),
-        (QWEN2_7B, ["--lora", "1", "--lora-targets", "a,,b"], "lora_targets needs names such as"),
-        (QWEN2_7B, ["--lora-targets", "q_proj"], "lora_targets needs names such as"),
+        (QWEN2_7B, ["--seq-length", "0"], "seq_length is 0; give at least 1"),
         ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}, [],
          "which takes input_values: no sample of that is made up here; give "),
     ],
@@ -257,8 +209,6 @@ def test_seven_billion_parameters_are_planned_for_in_four_gigabytes(tmp_path: Pa
         CLUSTER,
         "--dtype",
         "bfloat16",
-        "--lora",
-        "16",
         "--json",
     ]
     answer = subprocess.run(
@@ -267,7 +217,5 @@ def test_seven_billion_parameters_are_planned_for_in_four_gigabytes(tmp_path: Pa
     values, peak_kib = map(json.loads, answer.stdout.splitlines())
     assert values["answers"][0]["chosen"]["peak_bytes"]
     assert peak_kib * 1024 < 4e9
-    named = build_named(ModelChoice(path, lora=16), device="meta")
-    parameters = dict(named.model.model.named_parameters())
-    assert sum(p.numel() for n, p in parameters.items() if "lora" not in n) == 7_615_616_512
-    assert sum(p.numel() for p in parameters.values() if p.requires_grad) == 5_046_272
+    named = build_named(ModelChoice(path), device="meta")
+    assert sum(p.numel() for p in named.model.model.parameters()) == 7_615_616_512

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -13,17 +12,10 @@ import pytest
 
 from freeze import (
     FreezeContext,
-    FreezeDecision,
-    FreezePolicy,
-    Guarded,
     LayerStats,
     Linear,
-    NeverFreeze,
-    as_policy,
-    checked_decision,
 )
-from pipetransformer.report import Record, read_decisions
-from pipetransformer.report.freeze_sections import decisions_section
+from pipetransformer.report import read_decisions
 from pipetransformer.report.records import decision_fields
 
 NUM_LAYERS = 4
@@ -138,61 +130,18 @@ def test_decisions_of_steps_with_a_growing_batch_are_refused(tmp_path: Path) -> 
         read_decisions(tmp_path)
 
 
-def recorded(policy: FreezePolicy, num: int, max_steps: int = 20) -> list[Record]:
-    """Ask a policy at so many steps in a row, and do what it says."""
-    found, since, resting = list[Record](), tuple[int, ...](), tuple[int, ...]()
-    for step in range(num):
-        seen = dataclasses.replace(context(step, lambda num: 1.0), max_steps=max_steps)
-        seen = seen.as_frozen(since, resting)
-        answer = checked_decision(policy, seen)
-        since = since[: answer.num_frozen] + (step,) * (answer.num_frozen - len(since))
-        resting = answer.resting
-        decided = {"num_frozen": answer.num_frozen, "reason": answer.reason}
-        fields = decision_fields(seen, **decided, interval_s=0.0)
-        found.append({"kind": "decision", "step": step, "elapsed_s": 0.0, **fields})
-    return found
-
-
-def rows(decisions: list[Record]) -> list[str]:
-    """Return the page's rows, without the loss."""
-    table = decisions_section(decisions).table
-    return [" ".join(" ".join([*row[:4], row[5]]).split()) for row in table[1:]]
-
-
-def test_equal_decisions_in_a_row_are_one_line() -> None:
-    assert rows(recorded(NeverFreeze(), 1000)) == ["0 to 999 0 0 → 0 keep"]
-    # Their reasons say how much of the run is done, which is no news.
-    assert rows(recorded(Linear(begin=0.25, end=0.5), 20)) == [
-        "0 to 4 0 0 → 0 keep: linear, at 0% of the run",
-        "5 0 0 → 1 linear, at 25% of the run",
-        "6 to 7 0 1 → 1 keep: linear, at 30% of the run",
-        "8 0 1 → 2 linear, at 40% of the run",
-        "9 0 2 → 2 keep: linear, at 45% of the run",
-        "10 0 2 → 3 linear, at 50% of the run",
-        "11 to 19 0 3 → 3 keep: linear, at 55% of the run",
-    ]
-
-
-def test_another_reason_is_another_line() -> None:
-    policy = Guarded(Linear(begin=0.25, end=0.5), warmup=4, patience=2, at_once=1)
-    assert [line.split(" → ")[1] for line in rows(recorded(policy, 8))] == [
-        "0 keep: warm-up until step 4",
-        "0 keep: linear, at 20% of the run",
-        "0 keep: waiting, 1 of 2: linear, at 25% of the run",
-        "1 linear, at 30% of the run",
-        "1 keep: linear, at 35% of the run",
-    ]
-
-
-def other_rests(seen: FreezeContext) -> FreezeDecision:
-    resting = (2,) if seen.step < 4 else (3,)
-    return FreezeDecision(0, "the other one trains", resting)
-
-
-def test_layers_that_rest_are_told() -> None:
-    assert rows(recorded(as_policy(other_rests), 8)) == [
-        "0 0 0 → 0 the other one trains",
-        "1 to 3 0 0 → 0 2 keep: the other one trains",
-        "4 0 0 → 0 2 the other one trains",
-        "5 to 7 0 0 → 0 3 keep: the other one trains",
-    ]
+def test_a_run_resumed_with_another_interval_has_one_line_of_decisions(tmp_path: Path) -> None:
+    """Its decisions 9 and 12 were of steps that the resumed run trained anew."""
+    for interval, num_steps in ((3, 14), (4, 10)):
+        with tiny_trainer(
+            freeze=Linear(),
+            folder=tmp_path,
+            epochs=4,
+            global_batch_size=6,
+            checkpoint_every_steps=8,
+            resume="auto",
+            freeze_interval_steps=interval,
+        ) as trainer:
+            for _ in range(num_steps):
+                trainer.step()
+    assert [one.context.step for one in read_decisions(tmp_path)] == [0, 3, 6, 8, 12, 16]

@@ -1,11 +1,10 @@
-"""The page of a run holds the records' numbers, is harmless, and follows the run."""
+"""The page of a run holds the records' numbers, and is harmless."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,15 @@ import torch
 from plotly import graph_objects
 from torch import nn
 
+from autopipe.trace import as_bytes
 from freeze import FreezeSchedule, PaperRule
 from freeze.signals import gram, svcca
 from pipetransformer import Trainer
-from pipetransformer.checkpoint import lock_folder, may_be_live
 from pipetransformer.cli import main
 from pipetransformer.durable_files import replace_tensors
 from pipetransformer.elastic import PROBE_FOLDER
 from pipetransformer.report import RECORDS_FILE, latest_branch, read_records
-from pipetransformer.report import page as page_module
-from pipetransformer.report.page import run_is_over, watch_page, write_page
-from pipetransformer.report.page_figures import CATEGORY_COLORS
+from pipetransformer.report.page import run_is_over, write_page
 from pipetransformer.report.records import Record
 from pipetransformer.report.sections import sections_of
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
@@ -130,7 +127,7 @@ def test_frozen_layers_stages_and_replicas_hold_at_every_step(run_folder: Path) 
 
 def test_parts_of_each_epoch_are_those_of_the_records(run_folder: Path) -> None:
     drawn, epochs = traces_in(page_of(run_folder)), of_kind(run_folder, "epoch")
-    for name in CATEGORY_COLORS:
+    for name in epochs[0]["breakdown"]:
         bars = points(drawn[name.replace("_", "-")])
         assert bars == [(one["epoch"], one["breakdown"][name]) for one in epochs]
     rates = points(drawn["samples per second"])
@@ -147,8 +144,8 @@ def test_looked_up_samples_and_bytes_are_those_of_the_records(run_folder: Path) 
     for index, name in enumerate(("read", "read, newly frozen layers run", "computed")):
         assert points(drawn[name]) == [(epoch, one[index]) for epoch, one in found.items()]
     assert sum(drawn["read"]["y"]) > 0
-    sizes = [(one["epoch"], one["cache_bytes"]) for one in of_kind(run_folder, "epoch")]
-    assert points(drawn["bytes"]) == sizes and sizes[-1][1] > 0
+    most = of_kind(run_folder, "epoch")[-1]["cache_bytes"]
+    assert most > 0 and f"It took at most {as_bytes(most)}" in page_of(run_folder)
 
 
 def test_signals_of_each_layer_are_those_of_the_decisions(run_folder: Path) -> None:
@@ -183,7 +180,7 @@ def test_each_layer_is_compared_with_its_last_look_also_where_there_are_more_tha
     assert "2 looks at the probe batch took 1 s." in page_of(tmp_path)
 
 
-def test_tables_hold_all_transitions_reasons_and_seconds(run_folder: Path) -> None:
+def test_tables_hold_all_transitions_and_reasons(run_folder: Path) -> None:
     records = latest_branch(read_records(run_folder / RECORDS_FILE))
     tables = {one.title: one.table for one in sections_of(records, run_folder)}
     transitions = of_kind(run_folder, "transition")
@@ -192,14 +189,11 @@ def test_tables_hold_all_transitions_reasons_and_seconds(run_folder: Path) -> No
     ]
     reasons = {row[-1] for row in tables["Decisions"][1:]}
     assert {one["reason"] for one in transitions} <= reasons
-    seconds = dict(tables["Where the time went"][1:])
-    computed = sum(one["breakdown"]["compute"] for one in of_kind(run_folder, "epoch"))
-    assert float(seconds["compute"]) == pytest.approx(computed, abs=5e-4)
 
 
 def test_plotly_accepts_every_figure(run_folder: Path) -> None:
     figures = figures_in(page_of(run_folder))
-    assert len(figures) == 10
+    assert len(figures) == 9
     for figure in figures:
         graph_objects.Figure(figure)  # Raises on a name or a value that it does not know.
 
@@ -255,7 +249,7 @@ def test_names_and_reasons_are_text_and_no_elements(tmp_path: Path) -> None:
 
 def test_a_run_that_has_recorded_nothing_has_a_page_that_says_so(tmp_path: Path) -> None:
     write(tmp_path)
-    assert not write_page(tmp_path)
+    write_page(tmp_path)
     page = page_of(tmp_path)
     for said in (
         "none yet",
@@ -298,7 +292,7 @@ def test_a_run_killed_within_a_line_is_drawn_up_to_there(tmp_path: Path) -> None
     write(tmp_path, decision_of(0), step_of(0), step_of(1, loss=None), step_of(2))
     with (tmp_path / RECORDS_FILE).open("a") as file:
         file.write('{"kind": "step", "st')
-    assert not write_page(tmp_path)
+    write_page(tmp_path)
     page = page_of(tmp_path)
     assert points(traces_in(page)["each step"]) == [(0, 1.0), (1, None), (2, 1.0)]
     assert "going on, or killed; it last wrote at" in page and "3 of 4" in page
@@ -320,87 +314,6 @@ def test_a_long_run_keeps_its_peaks_and_its_gaps(tmp_path: Path) -> None:
     assert (12_345, 1e6) in drawn and (777, None) in drawn
     assert all(one == (steps[one[0]]["step"], steps[one[0]]["loss"]) for one in drawn)
     assert "Of every 10 steps the lowest and the highest are drawn." in page_of(tmp_path)
-
-
-def watched(folder: Path, moments: Iterator[tuple[Record, ...]]) -> list[str]:
-    """Watch a run that records something at each pause; return the pages between."""
-    pages = []
-
-    def pause(seconds: float) -> None:
-        pages.append(page_of(folder))
-        more = next(moments, None)
-        if more is None:
-            raise KeyboardInterrupt
-        with (folder / RECORDS_FILE).open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in more)
-
-    watch_page(folder, pause=pause)
-    return pages
-
-
-def test_a_watched_page_follows_the_run_to_its_end(tmp_path: Path) -> None:
-    write(tmp_path, step_of(0))
-    end = {"kind": "end", "step": 3, "elapsed_s": 4.0}
-    first, second = watched(tmp_path, iter([(step_of(1),), (step_of(2), end)]))
-    for page, num_steps in ((first, 1), (second, 2), (page_of(tmp_path), 3)):
-        assert len(traces_in(page)["each step"]["x"]) == num_steps
-    assert "location.reload" in first and "location.reload" in second
-    assert "The page reloads every 5 s." in first
-    assert "location.reload" not in page_of(tmp_path) and "over" in page_of(tmp_path)
-
-
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
-    folder, moments = tmp_path / "run", iter([0, 1, 2])
-
-    def pause(seconds: float) -> None:
-        if next(moments) == 1:
-            folder.mkdir()
-            (folder / RECORDS_FILE).touch()
-        elif folder.exists():
-            write(folder, step_of(0), {"kind": "end", "step": 1, "elapsed_s": 4.0})
-
-    watch_page(folder, is_live=lambda: False, pause=pause)
-    assert len(traces_in(page_of(folder))["each step"]["x"]) == 1
-
-
-def test_watching_ends_where_the_run_was_interrupted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path, step_of(0))
-    (tmp_path / "lock").touch()
-    pauses = []
-    with lock_folder(tmp_path) as lock:
-
-        def pause(seconds: float) -> None:
-            assert "location.reload" in page_of(tmp_path)
-            pauses.append(seconds)
-            if len(pauses) == 2:
-                lock.close()
-
-        watch_page(tmp_path, is_live=lambda: may_be_live(tmp_path), pause=pause)
-    assert len(pauses) == 2 and "location.reload" not in page_of(tmp_path)
-    assert f"no process trains in {tmp_path}, and the run in it is not over" in caplog.text
-
-
-def test_ctrl_c_ends_watching_with_a_page_that_stays_as_it_is(tmp_path: Path) -> None:
-    write(tmp_path, step_of(0))
-    (page,) = watched(tmp_path, iter([]))
-    assert "location.reload" in page and "location.reload" not in page_of(tmp_path)
-
-
-def test_a_page_is_written_only_where_something_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, step_of(0))
-    written = []
-
-    def counted(folder: Path, **settings: Any) -> bool:
-        written.append(folder)
-        return write_page(folder, **settings)
-
-    monkeypatch.setattr(page_module, "write_page", counted)
-    assert len(watched(tmp_path, iter([(), (), (step_of(1),)]))) == 4
-    assert len(written) == 3  # The first, one for the new step, and the last.
 
 
 def test_a_run_is_over_when_it_says_so_and_has_not_gone_on(tmp_path: Path) -> None:
@@ -431,8 +344,6 @@ def test_the_command_writes_the_page_also_in_the_first_epoch(
         assert main(["report", str(folder)]) == 0
         assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
         assert "<html" in page_of(folder)
-    assert main(["report", str(run_folder), "--watch"]) == 0  # It is over, so this ends.
-    assert "Ctrl-C ends that" in capsys.readouterr().out
 
 
 def test_a_page_without_plotly_names_its_extra(

@@ -1,4 +1,4 @@
-"""The page of a run in a browser: all is drawn, names stay text, and a watched page reloads."""
+"""The page of a run in a browser: all is drawn, and names stay text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipetransformer.report.page import write_page
-from tests.pipetransformer.report.test_page import evil_run, figures_in, page_of, step_of, write
+from tests.pipetransformer.report.test_page import evil_run, figures_in, page_of
 
 _BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 _FOUND = next(filter(None, map(shutil.which, _BROWSERS)), None)
@@ -61,29 +61,9 @@ def test_all_figures_are_drawn_and_names_are_text(tmp_path: Path) -> None:
     write_page(folder)
     dom = opened(folder / "report.html", tmp_path)
     drawn = re.findall(r'<div class="figure js-plotly-plot" id="figure-\d-\d"', dom)
-    assert len(drawn) == len(figures_in(page_of(folder))) == 7
+    assert len(drawn) == len(figures_in(page_of(folder))) == 6
     # Every figure has its curves or bars, and not its axes alone.
     assert len(re.findall(r'<g class="(?:lines|points)">', dom)) >= len(drawn)
     assert "<title>run</title>" in dom and "<img" not in re.sub(
         r"(?s)<script.*?</script>", "", dom
     )
-
-
-@pytest.mark.slow
-def test_a_watched_page_reloads_until_the_reader_zooms_in(tmp_path: Path) -> None:
-    write(tmp_path, step_of(0), step_of(1))
-    write_page(tmp_path, reload_s=5.0)
-    counts = "document.title = sessionStorage.n = +(sessionStorage.n || 0) + 1;"
-    scripts = {
-        "stays": f"{counts} Plotly.relayout('figure-0-0', {{'xaxis.range': [0, 1]}})",
-        "reloads": f"{counts} if (sessionStorage.n > 1) clearTimeout(timer)",  # Or never ends.
-    }
-    page = page_of(tmp_path)
-    titles = []
-    for name, script in scripts.items():
-        path = tmp_path / f"{name}.html"
-        path.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-        dom = opened(path, tmp_path)
-        titles += map(int, re.findall(r"<title>(\d+)</title>", dom))
-        assert ("The page no longer reloads" in dom.split("<script")[0]) == (name == "stays")
-    assert titles == [1, 2]
