@@ -14,7 +14,7 @@ from unittest import mock
 
 from pipetransformer import TrainConfig, cli
 
-FACES = {
+INTERFACES = {
     "pipetransformer": "Train, plan and freeze: all that most programs import.",
     "pipetransformer.hf": "The interface of transformers' Trainer.",
     "freeze": "Freeze policies and what they see, and freezing in place.",
@@ -105,34 +105,34 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
-def public_names(face: str) -> list[str]:
+def public_names(package: str) -> list[str]:
     """Return the names that a module offers, in order."""
-    return sorted(importlib.import_module(face).__all__, key=lambda name: (name.lower(), name))
+    return sorted(importlib.import_module(package).__all__, key=lambda name: (name.lower(), name))
 
 
-def home_of(face: str, name: str) -> str:
+def home_of(package: str, name: str) -> str:
     """Return the module whose page describes a name: its own package's, if that shows it too."""
     for other in ("freeze", "autopipe"):
-        if face == "pipetransformer" and name in public_names(other):
+        if package == "pipetransformer" and name in public_names(other):
             return other
-    return face
+    return package
 
 
-def face_page(face: str) -> str:
+def interface_page(package: str) -> str:
     """Return the page of a module's public names; mkdocstrings fills in what is after `:::`."""
-    lines = [f"# {face}\n\n{FACES[face]}\n"]
-    names = public_names(face)
-    if moved := [name for name in names if home_of(face, name) != face]:
+    lines = [f"# {package}\n\n{INTERFACES[package]}\n"]
+    names = public_names(package)
+    if moved := [name for name in names if home_of(package, name) != package]:
         lines += ["Also imported from here, and described where they come from:\n"]
-        homes = {name: home_of(face, name) for name in moved}
+        homes = {name: home_of(package, name) for name in moved}
         links = [f"[`{name}`]({home}.md#{home}.{name})" for name, home in homes.items()]
         lines += [", ".join(links) + "\n"]
-    here = {name: getattr(importlib.import_module(face), name) for name in names}
+    here = {name: getattr(importlib.import_module(package), name) for name in names}
     here = {name: part for name, part in here.items() if name not in moved}
     plain = {name: part for name, part in here.items() if is_constant(part)}
     for name, part in here.items():
         if name not in plain:
-            lines.append(f"::: {face}.{name}\n{_options(part)}")
+            lines.append(f"::: {package}.{name}\n{_options(part)}")
     if plain:
         lines += ["## Constants\n\n| name | value |\n|---|---|"]
         lines += [f"| `{name}` | `{shown(part)}` |" for name, part in plain.items()]
@@ -164,7 +164,7 @@ def _options(part: Any) -> str:
 
 def index_page() -> str:
     """Return the page from which all reference pages are found."""
-    rows = [f"| [`{face}`]({face}.md) | {what} |" for face, what in FACES.items()]
+    rows = [f"| [`{package}`]({package}.md) | {what} |" for package, what in INTERFACES.items()]
     return "\n".join(
         [
             "# Reference\n",
@@ -184,5 +184,5 @@ def pages() -> dict[str, str]:
         "reference/index.md": index_page(),
         "reference/settings.md": settings_page(),
         "reference/commands.md": commands_page(),
-        **{f"reference/{face}.md": face_page(face) for face in FACES},
+        **{f"reference/{package}.md": interface_page(package) for package in INTERFACES},
     }

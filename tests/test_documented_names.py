@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.house import PACKAGES, all_modules, definitions
+from tests.helpers.layout import PACKAGES, all_modules, definitions
 
 CLASSES = {
     node.name
@@ -25,10 +25,10 @@ CLASSES = {
 """The public classes of the packages' modules, wherever they are."""
 
 
-def public_parts(face: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield what a face shows, with the public methods of its classes."""
-    for name in face.__all__:
-        part = getattr(face, name)
+def public_parts(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield what a package shows, with the public methods of its classes."""
+    for name in module.__all__:
+        part = getattr(module, name)
         if inspect.ismodule(part):
             continue
         yield name, part
@@ -59,13 +59,13 @@ def returned(part: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_is_raised_or_returned_can_be_imported_from_the_face(package: str) -> None:
-    face = importlib.import_module(package)
+def test_what_is_raised_or_returned_can_be_imported_from_its_package(package: str) -> None:
+    module = importlib.import_module(package)
     missing = [
         f"{where}: {name}"
-        for where, part in public_parts(face)
+        for where, part in public_parts(module)
         for name in sorted(raised(part) | returned(part))
-        if not hasattr(face, name) and not hasattr(builtins, name)
+        if not hasattr(module, name) and not hasattr(builtins, name)
     ]
     assert missing == []
 

@@ -20,7 +20,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.helpers import tiny_hub
-from tests.helpers.house import PACKAGES
+from tests.helpers.layout import PACKAGES
 from tests.test_readme import programs
 
 ROOT = Path(__file__).parents[1]

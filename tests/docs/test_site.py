@@ -10,11 +10,11 @@ import pytest
 from experiments.docs_docstrings import separated
 from experiments.docs_hooks import beside, linked_files, loaded_from_afar, relinked
 from experiments.docs_pages import (
-    FACES,
+    INTERFACES,
     commands,
     commands_page,
-    face_page,
     home_of,
+    interface_page,
     is_constant,
     public_names,
     settings,
@@ -95,23 +95,25 @@ def test_the_page_of_commands_has_the_help_of_each() -> None:
     assert all(f"usage: pipetransformer {name}" in page for name in found)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_every_public_name_is_on_a_page_of_the_reference(face: str) -> None:
-    for name in public_names(face):
-        home = home_of(face, name)
+@pytest.mark.parametrize("package", INTERFACES)
+def test_every_public_name_is_on_a_page_of_the_reference(package: str) -> None:
+    for name in public_names(package):
+        home = home_of(package, name)
         part = getattr(importlib.import_module(home), name)
         shown = f"| `{name}` |" if is_constant(part) else f"::: {home}.{name}\n"
-        assert shown in face_page(home)
+        assert shown in interface_page(home)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_every_public_name_is_documented(face: str) -> None:
-    parts = {name: getattr(importlib.import_module(face), name) for name in public_names(face)}
+@pytest.mark.parametrize("package", INTERFACES)
+def test_every_public_name_is_documented(package: str) -> None:
+    parts = {
+        name: getattr(importlib.import_module(package), name) for name in public_names(package)
+    }
     missing = {
-        f"{face}.{name}"
+        f"{package}.{name}"
         for name, part in parts.items()
         # A dataclass without words of its own gets its signature.
         if not is_constant(part) and (part.__doc__ or f"{name}(").startswith(f"{name}(")
     }
     assert not missing
-    assert all(inspect.getdoc(importlib.import_module(face)) for face in FACES)
+    assert all(inspect.getdoc(importlib.import_module(package)) for package in INTERFACES)

@@ -8,17 +8,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-
 PACKAGES = ("pipetransformer", "freeze", "autopipe", "autodp", "autocache")
 
 
 def modules(folder: Path) -> list[Path]:
-    """Return a folder's own modules, without its face."""
+    """Return a folder's own modules, without its `__init__`."""
     return sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
 
 
-def rooms() -> list[Path]:
-    """Return every package, and every room within one."""
+def all_packages() -> list[Path]:
+    """Return every package, and every package within one."""
     packages = [ROOT / name for name in PACKAGES]
     inner = [path.parent for package in packages for path in package.glob("*/__init__.py")]
     return [*packages, *inner]
@@ -30,8 +29,8 @@ def name_of(path: Path) -> str:
 
 
 def all_modules() -> list[Path]:
-    """Return all modules of the packages, without faces."""
-    return [path for room in rooms() for path in modules(room)]
+    """Return all modules of the packages, without `__init__`."""
+    return [path for package in all_packages() for path in modules(package)]
 
 
 def definitions(path: Path) -> Iterator[ast.stmt]:

@@ -1,9 +1,9 @@
-"""Count the house: rooms, floors, arrows, lines, and the frames of a batch and of a decision.
+"""Count the layout: packages, layers, arrows, lines, and the frames of a batch and a decision.
 
-    python -m experiments.house
+    python -m experiments.layout
 
-A room is a folder or a module of `pipetransformer`. An arrow is a pair of rooms of which one
-imports the other; a room's floor is the longest way down from it. Frames are those on the stack
+A part is a folder or a module of `pipetransformer`. An arrow is a pair of parts of which one
+imports the other; a part's layer is the longest way down from it. Frames are those on the stack
 from `Trainer.fit` to where rows of the cache are copied, and to the policy.
 """
 
@@ -29,29 +29,29 @@ PACKAGES = ("pipetransformer", "freeze", "autopipe", "autodp", "autocache")
 
 
 def arrows(package: str) -> dict[str, set[str]]:
-    """Return which rooms of a package each of its rooms imports."""
+    """Return which parts of a package each of its parts imports."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / package).rglob("*.py"):
-        room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
-        if room.startswith("__"):
+        part = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        if part.startswith("__"):
             continue
-        found.setdefault(room, set())
+        found.setdefault(part, set())
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-                found[room].add(str(node.module).split(".")[1])
-        found[room].discard(room)
+                found[part].add(str(node.module).split(".")[1])
+        found[part].discard(part)
     return found
 
 
-def floor_of(room: str, below: dict[str, set[str]], above: tuple[str, ...] = ()) -> int:
-    """Return how many rooms lie on the longest way down, this one included.
+def layer_of(part: str, below: dict[str, set[str]], above: tuple[str, ...] = ()) -> int:
+    """Return how many parts lie on the longest way down, this one included.
 
     Raises:
-        ValueError: rooms import each other in a circle.
+        ValueError: parts import each other in a circle.
     """
-    if room in above:
-        raise ValueError(f"a circle: {' -> '.join((*above, room))}")
-    return 1 + max((floor_of(one, below, (*above, room)) for one in below[room]), default=0)
+    if part in above:
+        raise ValueError(f"a circle: {' -> '.join((*above, part))}")
+    return 1 + max((layer_of(one, below, (*above, part)) for one in below[part]), default=0)
 
 
 def size_of(folder: Path) -> tuple[int, int]:
@@ -118,13 +118,13 @@ def main() -> None:
     files, lines = size_of(ROOT / "tests")
     print(f"{'tests':16} {files:4} files {lines:6} lines")
     below = arrows("pipetransformer")
-    floors = {room: floor_of(room, below) for room in below}
+    layers = {part: layer_of(part, below) for part in below}
     num_arrows = sum(map(len, below.values()))
     print(
-        f"pipetransformer: {len(below)} rooms, {max(floors.values())} floors, {num_arrows} arrows"
+        f"pipetransformer: {len(below)} parts, {max(layers.values())} layers, {num_arrows} arrows"
     )
-    for floor in range(max(floors.values()), 0, -1):
-        print(f"  {floor}  {'  '.join(sorted(r for r, own in floors.items() if own == floor))}")
+    for layer in range(max(layers.values()), 0, -1):
+        print(f"  {layer}  {'  '.join(sorted(r for r, own in layers.items() if own == layer))}")
     for what, stack in stacks().items():
         files_on_way = len({name.split(":")[0] for name in stack})
         print(f"{what}: {len(stack)} frames in {files_on_way} files")
