@@ -84,9 +84,9 @@ class BestModel:
         path = self._path()
         replace_tensors(path, state)
         # A resume from the last checkpoint asks for the weights that were best then.
-        kept = {path, self._path(self._step_of_checkpoint)}
+        needed = {path, self._path(self._step_of_checkpoint)}
         for other in path.parent.iterdir():
-            if other not in kept and _OWN_FILE.fullmatch(other.name) and other.is_file():
+            if other not in needed and _OWN_FILE.fullmatch(other.name) and other.is_file():
                 other.unlink()
 
     def read(self) -> dict[str, Tensor]:

@@ -146,7 +146,7 @@ def publish(
     _compare_sizes(folder, records)
     directory, step = folder.parent, _order(folder)[0]
     earlier = [f for f in published(directory) if _order(f)[0] < step and _is_complete(f)]
-    kept = [folder, *earlier[: keep - 1]]
+    staying = [folder, *earlier[: keep - 1]]
     manifest = {
         "step": step,
         "scalars": dict(scalars),
@@ -156,11 +156,11 @@ def publish(
     _write_sealed(folder / _MANIFEST, manifest)
     # After a power cut, the pointer must not name a folder whose own name was lost.
     fsync(directory)
-    _write_sealed(directory / _POINTER, {"checkpoints": [f.name for f in kept]})
+    _write_sealed(directory / _POINTER, {"checkpoints": [f.name for f in staying]})
     # Only now: a kill before the pointer still needs the old ones.
     for other in _folders(directory):
         is_old = _order(other)[0] <= step or not (other / _MANIFEST).exists()
-        if is_old and other not in kept and _is_own(other):
+        if is_old and other not in staying and _is_own(other):
             _delete(other)
 
 
@@ -209,8 +209,8 @@ def published(directory: Path) -> list[Path]:
         return complete
     if foreign := [name for name in names if not _FOLDER.fullmatch(name)]:
         raise _foreign(pointer, foreign[0], "checkpoint")
-    kept = [directory / name for name in names]
-    return [*_unpublished(kept[0]), *kept] if kept else []
+    folders = [directory / name for name in names]
+    return [*_unpublished(folders[0]), *folders] if folders else []
 
 
 def _unpublished(newest: Path) -> list[Path]:
@@ -218,14 +218,14 @@ def _unpublished(newest: Path) -> list[Path]:
 
     Other folders of later steps belong to a run that went back before them.
     """
-    found: list[Path] = []
+    following: list[Path] = []
     for folder in reversed(_folders(newest.parent)):
         if _order(folder) > _order(newest):
             with suppress(CorruptCheckpointError, ValueError):
                 after = _read_sealed(folder / _MANIFEST).get("after")
-                if after in {one.name for one in (newest, *found)}:
-                    found.insert(0, folder)
-    return found
+                if after in {one.name for one in (newest, *following)}:
+                    following.insert(0, folder)
+    return following
 
 
 def clear(directory: Path) -> None:

@@ -271,8 +271,8 @@ def _check_fit(name: str, saved: Shard, held: Shard) -> None:
 
 
 def _check_trained(checkpoint: Checkpoint, moments: Shard, trained: Collection[str]) -> None:
-    own = (key for key in moments if not is_signal_tensor(key))
-    left = [key for key in own if not any(key.startswith(f"{name}/") for name in trained)]
+    names = (key for key in moments if not is_signal_tensor(key))
+    left = [key for key in names if not any(key.startswith(f"{name}/") for name in trained)]
     if left:
         raise ValueError(
             f"checkpoint {checkpoint.folder} holds the optimizer's {left[0]!r}, but this run does "

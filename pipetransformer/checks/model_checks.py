@@ -165,8 +165,10 @@ def _names_by_memory(model: nn.Module) -> dict[int, str]:
 def _first_named(names: Mapping[int, str], value: Any) -> str | None:
     """Return the name of the first tensor that a value holds, or holds a view of."""
     # A sparse tensor has no storage of its own.
-    found = (one.untyped_storage().data_ptr() for one in held_tensors(value) if not one.is_sparse)
-    return next((names[memory] for memory in found if memory in names), None)
+    addresses = (
+        one.untyped_storage().data_ptr() for one in held_tensors(value) if not one.is_sparse
+    )
+    return next((names[memory] for memory in addresses if memory in names), None)
 
 
 def _refuse_module_hooks(model: LayeredModel) -> None:

@@ -117,8 +117,8 @@ class _Trial:
             ) from error
         self.name = qualified_name(type(self.optimizer))
         self._refuse_nonfinite()
-        own = set(self.parameters.values())
-        if not {p for group in self.optimizer.param_groups for p in group["params"]} <= own:
+        stand_ins = set(self.parameters.values())
+        if not {p for group in self.optimizer.param_groups for p in group["params"]} <= stand_ins:
             raise ValueError(
                 f"the optimizer= function built a {self.name} over other parameters than it was "
                 "given; build it over its argument, a list of (name, parameter), as each process "
@@ -179,11 +179,13 @@ class _Trial:
         """Spell what the optimizer holds in its groups and attributes."""
         groups = self.optimizer.param_groups
         keys = {key for group in groups for key in group if key != "params"}
-        own = {key: value for key, value in vars(self.optimizer).items() if key not in _torchs()}
+        attributes = {
+            key: value for key, value in vars(self.optimizer).items() if key not in _torchs()
+        }
         return {
             f"{key!r} in its parameter groups": _spell([group.get(key) for group in groups])
             for key in keys
-        } | {f"the attribute {key!r}": _spell(value) for key, value in own.items()}
+        } | {f"the attribute {key!r}": _spell(value) for key, value in attributes.items()}
 
 
 # At the first call: building an optimizer imports torch's compiler, which takes seconds.

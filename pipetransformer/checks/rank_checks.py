@@ -46,10 +46,10 @@ def refuse_differing_ranks(
     if world.group is None:
         return
     facts = agree(lambda: dict(_facts(task, optimizer, data)), group=world.group)
-    found = gather_json(facts, group=world.group)
-    advised = {what: advice for one in found for what, (_, advice) in one.items()}
+    facts_by_rank = gather_json(facts, group=world.group)
+    advised = {what: advice for one in facts_by_rank for what, (_, advice) in one.items()}
     for what, advice in advised.items():
-        values = [one[what][0] if what in one else _ABSENT for one in found]
+        values = [one[what][0] if what in one else _ABSENT for one in facts_by_rank]
         # None is a sample that reads differently twice on one rank: it tells nothing.
         if None not in values and any(value != values[0] for value in values):
             text = ", ".join(map(str, values))
@@ -128,11 +128,11 @@ class Remembered:
 
     def copied(self) -> Kept:
         """Copy numbers and tensors as they are now; tensors without plain memory are left out."""
-        kept: Kept = {place: (numbers, []) for place, numbers in self.numbers.items()}
+        copies: Kept = {place: (numbers, []) for place, numbers in self.numbers.items()}
         for place, tensor, _ in self.tensors:
             if tensor.layout == torch.strided and not tensor.is_meta:
-                kept.setdefault(place, ((), []))[1].append(tensor.detach().clone())
-        return kept
+                copies.setdefault(place, ((), []))[1].append(tensor.detach().clone())
+        return copies
 
     def put_numbers_back(self) -> None:
         """Give plain attributes of modules the numbers that they had."""
@@ -158,8 +158,8 @@ def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
     for place, value in values:
         several = [*held(value)]
         # A NaN equals nothing, and is left out.
-        if own := tuple(x for x in several if isinstance(x, (int, float)) and x == x):
-            numbers[place] = own
+        if plain_numbers := tuple(x for x in several if isinstance(x, (int, float)) and x == x):
+            numbers[place] = plain_numbers
         # Reading the version of an inference tensor is an error.
         tensors += [
             (place, one, -1 if one.is_inference() else one._version)

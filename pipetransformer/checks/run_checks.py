@@ -92,11 +92,11 @@ def _check_workers(config: TrainConfig, workers: tuple[int, ...], num_ranks: int
 
 def check_selection(config: TrainConfig, *, has_eval_dataset: bool) -> None:
     """Refuse settings that need evaluations, or a folder, where there are none."""
-    given = {
+    judging = {
         "load_best_model_at_end": config.load_best_model_at_end,
         "early_stopping_patience": config.early_stopping_patience is not None,
     }
-    judges = ", ".join(name for name, is_set in given.items() if is_set)
+    judges = ", ".join(name for name, is_set in judging.items() if is_set)
     if config.evaluate_every_steps and not has_eval_dataset:
         judges = judges or "evaluate_every_steps"
     if judges and not has_eval_dataset:

@@ -97,9 +97,9 @@ def sample_fault(model: nn.Module, entries: Mapping[str, Tensor]) -> str:
         entries: (1, ...) each.
     """
     tokens = entries.get("input_ids")
-    found = _token_fault(model, tokens) if tokens is not None else ""
+    fault = _token_fault(model, tokens) if tokens is not None else ""
     labels = next((entries[name] for name in _LABELS if name in entries), None)
-    return found or (_label_fault(model, labels) if labels is not None else "")
+    return fault or (_label_fault(model, labels) if labels is not None else "")
 
 
 def _token_fault(model: nn.Module, tokens: Tensor) -> str:

@@ -135,9 +135,9 @@ class SublayerProbe:
         if once.is_as(before):
             return
         # What is set once, as a size, does no harm: only a second change counts calls.
-        kept = once.copied()
+        copies = once.copied()
         refuse_split(loss, output, target)
-        change = _change(remembered(loss.function, with_buffers=True).copied(), kept)
+        change = _change(remembered(loss.function, with_buffers=True).copied(), copies)
         if change is not None:
             raise ValueError(
                 f"the loss {loss.name!r} changes a {change[1]} that it holds in every call; here "
@@ -189,18 +189,18 @@ class SublayerProbe:
         sublayer = self.task.model.sublayers[index]
         if remembered(sublayer.module).is_as(had):
             return
-        outputs, kept = [], []
+        outputs, copies = [], []
         for samples in (slice(None), slice(0, 1), slice(None)):
             # The same random numbers each time, so that dropout alone makes no difference.
             with own_random_numbers(self.device):
                 torch.manual_seed(0)
                 seed_plainly(0)
-                given = part_of(value, samples), part_of(batch, samples)
-                outputs.append(self._call(index, *given).detach())
-                kept.append(remembered(sublayer.module).copied())
+                part = part_of(value, samples), part_of(batch, samples)
+                outputs.append(self._call(index, *part).detach())
+                copies.append(remembered(sublayer.module).copied())
         # Training starts from the model as it was given.
         had.put_numbers_back()
-        change = _change(kept[2], kept[0])
+        change = _change(copies[2], copies[0])
         if self._differ(outputs[2], outputs[0]) and (change is None or change[1] != "number"):
             raise ValueError(
                 f"sublayer {sublayer.name!r} gives another output in training once other samples "
@@ -257,11 +257,11 @@ class SublayerProbe:
     def _call(self, index: int, value: Tensor | Batch, batch: Mapping[str, Tensor]) -> Tensor:
         """Call a sublayer; its errors get its name, and writing into a side input is refused."""
         # A copy, as a layer may work in place.
-        given = tree_map(torch.clone, value)
-        sides = batch if isinstance(given, Tensor) else given
+        copied = tree_map(torch.clone, value)
+        sides = batch if isinstance(copied, Tensor) else copied
         model, before = self.task.model, {name: side._version for name, side in sides.items()}
         try:
-            output = self.task.call(index, given, sides=sides)
+            output = self.task.call(index, copied, sides=sides)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -41,13 +41,13 @@ def make_twin(model: LayeredModel, dtype: torch.dtype) -> LayeredModel:
 @contextmanager
 def without_dropout(model: LayeredModel) -> Iterator[None]:
     """Have a model drop nothing within the block."""
-    found = list(_chances(model))
+    chances = list(_chances(model))
     try:
-        for module, name, _ in found:
+        for module, name, _ in chances:
             setattr(module, name, 0.0)
         yield
     finally:
-        for module, name, chance in found:
+        for module, name, chance in chances:
             setattr(module, name, chance)
 
 

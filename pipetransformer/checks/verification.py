@@ -91,12 +91,12 @@ def verify(
     )
     if not outcome:
         dtype: torch.dtype = getattr(torch, computed)
-        own = OwnForward(make_twin(model, dtype), loss_fn) if world.is_main else None
+        own_forward = OwnForward(make_twin(model, dtype), loss_fn) if world.is_main else None
         try:
             outcome = compare_steps(
                 twin(dtype),
                 world,
-                own=own,
+                own=own_forward,
                 batch=converted(batch, dtype),
                 dtype=getattr(torch, compared),
             )
@@ -130,13 +130,13 @@ def verify_recorded(
     def run() -> str:
         device = next(task.model.model.parameters()).device
         batch = {name: entry.to(device) for name, entry in read().items()}
-        found = compare_with_own_forward(task, OwnForward(task.model, loss_fn), batch)
-        if found.difference:
+        comparison = compare_with_own_forward(task, OwnForward(task.model, loss_fn), batch)
+        if comparison.difference:
             raise ValueError(
                 f"this {type(task.model.model).__name__} cannot be trained in parts: "
-                f"{found.difference}. {WAYS_OUT}"
+                f"{comparison.difference}. {WAYS_OUT}"
             )
-        return "bit by bit" if found.is_exact else "to rounding"
+        return "bit by bit" if comparison.is_exact else "to rounding"
 
     return told_by_rank_0(run, group=world.group)
 
@@ -199,20 +199,20 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
     dtype = narrowing.coarsest(weights)
     if ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours):
         return Comparison("", is_exact=True, dtype=dtype)
-    found = _first_difference(ours, theirs, dtype)
-    if found and draws:
-        found = (
+    difference = _first_difference(ours, theirs, dtype)
+    if difference and draws:
+        difference = (
             "the forward gives another output for the same batch: it draws random numbers that "
             "could not be switched off, perhaps; set its dropout to 0 before the model is verified"
         )
-    elif found.startswith(_OTHER_OUTPUTS):
-        found += (
+    elif difference.startswith(_OTHER_OUTPUTS):
+        difference += (
             f", {_where(own, batch, dtype)}; give the LayeredModel sublayers that do all that the "
             "forward does"
         )
     # Some masks are float32's least number, which overflows where it is multiplied.
     is_finite = all(bool(one.isfinite().all()) for one in theirs.values())
-    return Comparison(found, is_finite=is_finite, dtype=dtype)
+    return Comparison(difference, is_finite=is_finite, dtype=dtype)
 
 
 _WRITES = (
@@ -236,10 +236,10 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
     """Return the gradients that there are, by the parameters' names; these have none then."""
     if loss.requires_grad:  # Not autograd.grad, which reentrant checkpointing does not allow.
         loss.backward()
-    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
-    return found
+    return gradients
 
 
 def _first_difference(
@@ -300,20 +300,20 @@ def _verify_locally(
             task, samples = twin(dtype), converted(batch, dtype)
             tensors = named_tensors(task.model.model)
             before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            found = compare_with_own_forward(task, OwnForward(task.model, loss_fn), samples)
+            comparison = compare_with_own_forward(task, OwnForward(task.model, loss_fn), samples)
         except Exception as error:
-            why, found = repr(error), None
-        if dtype == torch.float64 and (found is None or not found.is_finite):
+            why, comparison = repr(error), None
+        if dtype == torch.float64 and (comparison is None or not comparison.is_finite):
             _LOGGER.warning("the model does not compute in float64 (%s): float32 is compared", why)
         else:
             break
-    if found is None:  # Returned, so that it becomes a VerificationError on every rank.
+    if comparison is None:  # Returned, so that it becomes a VerificationError on every rank.
         return ["", "", f"the model's own forward could not be called: {why}"]
     written = find_changed(tensors, before)
-    difference = found.difference or (
-        _WRITES.format(written) if written else _probed(task, samples, found.dtype)
+    difference = comparison.difference or (
+        _WRITES.format(written) if written else _probed(task, samples, comparison.dtype)
     )
-    return [*(str(one).removeprefix("torch.") for one in (dtype, found.dtype)), difference]
+    return [*(str(one).removeprefix("torch.") for one in (dtype, comparison.dtype)), difference]
 
 
 def _probed(task: Task, batch: Batch, dtype: torch.dtype) -> str:

@@ -65,8 +65,10 @@ def compare_steps(
             # An update makes what float32 has rounded some ten times larger.
             growth = 1.0 if dtype == torch.float64 else 10.0**number
             ours = stage.trained.parameters
-            found = _compare(result.loss, ours, step, model=task.model, dtype=dtype, growth=growth)
-            findings = [one for one in gather_json(found, group=world.group) if one]
+            difference = _compare(
+                result.loss, ours, step, model=task.model, dtype=dtype, growth=growth
+            )
+            findings = [one for one in gather_json(difference, group=world.group) if one]
             if findings:
                 shape = f"K x R = {plan.length} x {stage.topology.replicas}"
                 # The smallest is the lowest sublayer's, in which later differences begin.
@@ -160,8 +162,8 @@ def _compare(
                     return index, f"{name!r} has {state}, unlike in a plain loop"
                 if ours is not None and expected is not None:
                     # A gradient that is 0 but for rounding is compared on the others' scale.
-                    own = float(expected.abs().max()) if expected.numel() else 0.0
-                    scale = max(1e-3 * largest, growth * own)
+                    largest_here = float(expected.abs().max()) if expected.numel() else 0.0
+                    scale = max(1e-3 * largest, growth * largest_here)
                     if by := find_gap(ours.cpu(), expected, dtype, scale=scale):
                         return index, f"the gradient of {name!r} differs {by}"
             if wrong := _compare_tensor(name, tensor, step, expected, dtype):

@@ -73,9 +73,9 @@ def _chosen(facts: list[SetFacts], options: argparse.Namespace) -> list[SetFacts
         since = time.time() - options.older_than * _DAY_S
         return [one for one in facts if one.last_used < since]
     for name in options.names:
-        found = [one for one in facts if one.name.startswith(name)]
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} sets have names that begin with {name!r}; see `ls`")
+        matching = [one for one in facts if one.name.startswith(name)]
+        if len(matching) != 1:
+            raise ValueError(f"{len(matching)} sets have names that begin with {name!r}; see `ls`")
     return [one for one in facts if one.name.startswith(tuple(options.names))]
 
 

@@ -50,12 +50,12 @@ def run_verify(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     with Trainer(
         model, samples, loss_fn=loss_fn, global_batch_size=num_samples, progress=False
     ) as trainer:
-        found = trainer.verify(batch)
+        result = trainer.verify(batch)
     how = "found by running it" if model.is_recorded else "by the adapter of its class"
     say(
         f"{len(model.sublayers)} sublayers, {how}; {model.num_layers} layers can freeze\n"
-        f"It trains as its own forward does. Outputs, loss, gradients, and {found.num_tensors} "
-        f"tensors after each of three steps are equal, in {found.dtype} on {found.num_samples} "
+        f"It trains as its own forward does. Outputs, loss, gradients, and {result.num_tensors} "
+        f"tensors after each of three steps are equal, in {result.dtype} on {result.num_samples} "
         "samples."
     )
 

@@ -461,9 +461,9 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
             "itself how the rate begins; give one of them, or a schedule's name"
         )
-    given = " and ".join(name for name, is_given in _intervals(config) if is_given)
-    if " and " in given:
-        yield f"{given} are given, which each say when to decide; give one of them"
+    intervals = " and ".join(name for name, is_given in _intervals(config) if is_given)
+    if " and " in intervals:
+        yield f"{intervals} are given, which each say when to decide; give one of them"
     yield from _in_keeping_rows(config)
     if config.folder is None and (config.saves or config.resume):
         yield (

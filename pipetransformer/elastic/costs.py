@@ -148,12 +148,12 @@ class Calibration:
         """
         # What is expected contains the slowness so far, so the two factors multiply.
         known = self.slowness or (1.0,) * len(computed_s)
-        found = [
+        slowness_of_all = [
             before * seconds / expected if seconds and expected else 0.0
             for before, seconds, expected in zip(known, computed_s, expected_s, strict=True)
         ]
-        fastest = min(filter(None, found), default=1.0)
-        slowness = tuple(max(one / fastest, 1.0) for one in found)
+        fastest = min(filter(None, slowness_of_all), default=1.0)
+        slowness = tuple(max(one / fastest, 1.0) for one in slowness_of_all)
         self.slowness = slowness if max(slowness) > 1 + _UNEQUAL else ()
 
     def compare_steps(self, plan: PipelinePlan, measured_s: float) -> None:

@@ -205,14 +205,14 @@ class Deployment:
             for index, name in enumerate(self._names)
             if any(tensor.is_meta for tensor in model.tensors(index).values())
         ]
-        found = gather_json(released, group=self._world.group)
-        if found[0]:
+        missing = gather_json(released, group=self._world.group)
+        if missing[0]:
             raise ValueError(
-                f"the model's sublayers {found[0]} have no weights on rank 0 (they are meta "
+                f"the model's sublayers {missing[0]} have no weights on rank 0 (they are meta "
                 "tensors); give weights to the model, or let the run end that had it before"
             )
         lacking = {
-            name: {r for r, one in enumerate(found) if name in one} for name in sum(found, [])
+            name: {r for r, one in enumerate(missing) if name in one} for name in sum(missing, [])
         }
         before = {shard_name(name, WEIGHTS): frozenset([0]) for name in lacking}
         after = {shard_name(name, WEIGHTS): frozenset({0, *lacking[name]}) for name in lacking}

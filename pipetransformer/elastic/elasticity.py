@@ -414,22 +414,22 @@ class Elasticity:
         recorded, fits = self._recorded(clock.step)
         if recorded is not None and fits:
             return Proposal(recorded)
-        kept = replace(current, step=clock.step, reason=f"kept: {current.reason}")
+        continued = replace(current, step=clock.step, reason=f"kept: {current.reason}")
         if measured_s is None:
-            return Proposal(kept)
+            return Proposal(continued)
         left = review.left
         back = self.planner.same_stages(clock, current, left)
         # A machine that became slower would look alike, but seldom right after a transition.
         slower = measured_s / max(current.plan.predicted_step_s, 1e-9)
         self.planner.calibration.correct(current.plan, slower)
-        kept = replace(kept, plan=current.plan.lengthened(slower))
+        continued = replace(continued, plan=current.plan.lengthened(slower))
         if back is None or measured_s <= (1 + _NOISE) * back.predicted_step_s:
-            return Proposal(kept)
+            return Proposal(continued)
         reason = (
             f"back to {plan_name(left)}: {plan_name(current.plan)} takes {measured_s:.3g} s "
             f"a step, instead of {back.predicted_step_s:.3g} s"
         )
-        return Proposal(replace(kept, plan=back, reason=reason))
+        return Proposal(replace(continued, plan=back, reason=reason))
 
     def _recorded(self, step: int) -> tuple[Decision | None, bool]:
         """Return what the journal to repeat has for a step, and whether it fits this world."""

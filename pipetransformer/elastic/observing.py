@@ -84,8 +84,8 @@ class OutputProbe:
         grams = stage.look(self._ids, self._feed.rows(0, is_last=True))
         told = grams if stage.speaks_for_stage else {}
         # JSON spells float64 so that it is read back bit by bit.
-        own = {str(layer): gram.tolist() for layer, gram in told.items()}
-        gathered = gather_json(own, group=self._world.group)
+        rows_by_layer = {str(layer): gram.tolist() for layer, gram in told.items()}
+        gathered = gather_json(rows_by_layer, group=self._world.group)
         seconds = time.perf_counter() - start
         if not self._world.is_main:
             return {}, 0.0
@@ -162,8 +162,8 @@ class Observed:
         values = layer_values(self.measured, layer_of, model.num_layers)
         sizes = [0] * (model.num_layers + 1)  # The last is the head's, which no policy sees.
         for index, sublayer in enumerate(model.sublayers):
-            own = trained_parameters(task, (index,))
-            sizes[sublayer.layer] += sum(parameter.numel() for parameter in own.values())
+            parameters = trained_parameters(task, (index,))
+            sizes[sublayer.layer] += sum(parameter.numel() for parameter in parameters.values())
         probed = {index: _finite(one) for index, one in self.probed.items()}
 
         def trains(index: int) -> bool:
@@ -175,8 +175,8 @@ class Observed:
                 index,
                 sizes[index],
                 **{
-                    name: own[index] if trains(index) and name in task.signals else None
-                    for name, own in values.items()
+                    name: by_layer[index] if trains(index) and name in task.signals else None
+                    for name, by_layer in values.items()
                 },
                 **(probed.get(index, {}) if trains(index) else {}),
             )

@@ -456,8 +456,10 @@ class RunPlanner:
             stage, share = topology.stage_of(rank), slices[topology.replica_of(rank)] / slices[0]
             count = topology.workers[stage]
             # A stage's workers take the micro-batches in turn, some perhaps one more than others.
-            own = len(range(topology.worker_of(rank), plan.num_micro_batches, count))
-            expected.append(stages[stage] * share * own * count / plan.num_micro_batches)
+            num_own_batches = len(range(topology.worker_of(rank), plan.num_micro_batches, count))
+            expected.append(
+                stages[stage] * share * num_own_batches * count / plan.num_micro_batches
+            )
         return expected
 
     def request(self, clock: Clock, num_frozen: int, current: Decision | None) -> PlanRequest:

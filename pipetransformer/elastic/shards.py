@@ -203,8 +203,8 @@ class HeldShards(ShardStore):
             state = self.states.pop(name, {})
             signals.put_tensors(name, state)
             if optimizer is not None:
-                own = {key: t for key, t in state.items() if not is_signal_tensor(key)}
-                put_state(optimizer, self._parameters(index), own)
+                moments = {key: t for key, t in state.items() if not is_signal_tensor(key)}
+                put_state(optimizer, self._parameters(index), moments)
         self._optimizer, self._trained, self._signals = optimizer, indices, signals
 
     def take_back(self) -> None:

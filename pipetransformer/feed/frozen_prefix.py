@@ -142,8 +142,10 @@ class FrozenPrefix:
             if not self.task.config.cache_keep:
                 # Within a run the sum by which edits are noticed tells prefixes apart, too. It is
                 # taken where the weights are: to hash a GPU's takes a second for each gigabyte.
-                own = f"{[name for name, _ in named]} {fingerprint(one for _, one in named)}"
-                how, named = f"{how} {own}", []
+                tensors_text = (
+                    f"{[name for name, _ in named]} {fingerprint(one for _, one in named)}"
+                )
+                how, named = f"{how} {tensors_text}", []
             self.stamps.append(chain_hash(below, named, mode=how))
         holders = (model.holder(name) for i in self._sublayers() for name in model.tensors(i))
         held = [

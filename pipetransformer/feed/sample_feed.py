@@ -330,10 +330,10 @@ class SampleFeed:
             return self._load(ids, epoch)
         parts, left = [], ids
         for step in steps:
-            own = torch.isin(left, step)
-            if bool(own.any()):
-                parts.append(self._load(left[own], epoch))
-                left = left[~own]
+            of_step = torch.isin(left, step)
+            if bool(of_step.any()):
+                parts.append(self._load(left[of_step], epoch))
+                left = left[~of_step]
         positions = self.keeper.format.content.positions
         if positions is not None:
             most = max(part[positions.mask].shape[1] for part in parts)

@@ -106,11 +106,11 @@ class CallbackBridge(Callback):
     def refuse_stateful(self) -> None:
         """Raise a ValueError for callbacks whose state a resumed run would lack."""
         callbacks = self.handler.callbacks
-        kept = [type(one).__name__ for one in callbacks if isinstance(one, ExportableState)]
-        if kept:
+        stateful = [type(one).__name__ for one in callbacks if isinstance(one, ExportableState)]
+        if stateful:
             raise ValueError(
-                f"{', '.join(kept)} keeps a state that our checkpoints do not hold; leave it out "
-                "of a run that is resumed: early_stopping_patience=... stops alike, and resumes"
+                f"{', '.join(stateful)} keeps a state that our checkpoints do not hold; leave it "
+                "out of a run that is resumed: early_stopping_patience=... stops alike, and resumes"
             )
 
     def remove(self, callback: Any) -> None:

@@ -192,8 +192,8 @@ class Evaluations(ABC):
         with self._bridge.silenced():
             predictions: Any = None
             if prediction_loss_only:
-                found = trainer.evaluate(dataset) if self._is_labelled(dataset) else {}
-                labels, metrics = None, {"loss": found["loss"]} if "loss" in found else {}
+                means = trainer.evaluate(dataset) if self._is_labelled(dataset) else {}
+                labels, metrics = None, {"loss": means["loss"]} if "loss" in means else {}
             else:
                 predictions, labels, metrics = self._predicted(trainer, dataset, metric_key_prefix)
         if not self._trains:
@@ -220,8 +220,8 @@ class Evaluations(ABC):
 
     def _judged(self, prediction: OwnPrediction, prefix: str) -> Mapping[str, float]:
         labels: Any = prediction.label_ids
-        given = EvalPrediction(self._kept(prediction.predictions), labels)
-        metrics = self.compute_metrics(given)
+        theirs = EvalPrediction(self._kept(prediction.predictions), labels)
+        metrics = self.compute_metrics(theirs)
         if not isinstance(metrics, Mapping):
             return metrics  # `judge` refuses it with a message.
         # `prefixed` adds the prefix again, also to names that lack it here.
@@ -335,11 +335,11 @@ class MeasuredCollate:
         if not items or not isinstance(items[0], Mapping):
             return self.function(items)
         lacks = any(isinstance(value, _Missing) for value in items[0].values())
-        given = [
+        unmarked = [
             {name: value for name, value in item.items() if not isinstance(value, _Missing)}
             for item in items
         ]
-        batch = self.function(given)
+        batch = self.function(unmarked)
         if not lacks:
             return batch
         missing = missing_targets(batch, self.targets)

@@ -294,9 +294,9 @@ class HFTrainer(Evaluations):
 
     def _refuse_changed(self, *, trains: bool) -> None:
         """Raise a ValueError for attributes that were set since our Trainer was made."""
-        given, before = self._given(), self._made_of
-        same = {name: value is before[name] for name, value in given.items()}
-        same["args"] = given["args"] == before["args"]
+        made_of, before = self._given(), self._made_of
+        same = {name: value is before[name] for name, value in made_of.items()}
+        same["args"] = made_of["args"] == before["args"]
         if not trains or self.args.eval_strategy == "no":
             del same["eval_dataset"]  # `evaluate` reads it at each call.
         if changed := [name for name, is_same in same.items() if not is_same]:
@@ -385,14 +385,14 @@ class HFTrainer(Evaluations):
 
     def _loss(self, layered: LayeredModel, read: Callable[[EntryNames], Batch]) -> Loss:
         """Return the loss of the script or the model."""
-        given, name = self._settings.get("loss_fn"), type(self.model).__name__
+        loss_fn, name = self._settings.get("loss_fn"), type(self.model).__name__
         if type(self).compute_loss is HFTrainer.compute_loss:
-            loss = choose_loss(given, layered.loss_fn, model=name)
-            return divided_by_labels(loss, layered, read) if given is None else loss
-        refuse_own_loss(self.args, given)
-        own = choose_loss(None, layered.loss_fn, model=name)
+            loss = choose_loss(loss_fn, layered.loss_fn, model=name)
+            return divided_by_labels(loss, layered, read) if loss_fn is None else loss
+        refuse_own_loss(self.args, loss_fn)
+        model_loss = choose_loss(None, layered.loss_fn, model=name)
         self._script_loss = ScriptLoss(
-            self.compute_loss, model=self.model, own=own, targets=layered.targets
+            self.compute_loss, model=self.model, own=model_loss, targets=layered.targets
         )
         return Loss(self._script_loss)
 
@@ -440,10 +440,10 @@ class HFTrainer(Evaluations):
 
 
 def _close_at_exit(reach: Callable[[], HFTrainer | None]) -> None:
-    own = reach()
-    if own is not None and own._trainer is not None:
+    hf_trainer = reach()
+    if hf_trainer is not None and hf_trainer._trainer is not None:
         failed = getattr(sys, "last_type", None) is not None
-        own._trainer.__exit__(sys.last_type if failed else None)
+        hf_trainer._trainer.__exit__(sys.last_type if failed else None)
 
 
 def _usual_collator(processing_class: Any) -> Callable[[list[Any]], Any]:

@@ -62,12 +62,12 @@ def _divides(layered: LayeredModel, batch: Mapping[str, Tensor], loss: Loss) -> 
     """Return whether a model divides its loss by the number it is told; some do not look at it."""
     model: Any = layered.model
     device = next((parameter.device for parameter in model.parameters()), None)
-    given = {n: batch[n].to(device) for n in (*layered.inputs, _LABELS) if n in batch}
+    inputs = {n: batch[n].to(device) for n in (*layered.inputs, _LABELS) if n in batch}
     # Larger than any count, so that no mean over tokens is equal by chance.
-    told = torch.tensor(2 * given[_LABELS].numel(), device=device)
+    told = torch.tensor(2 * inputs[_LABELS].numel(), device=device)
     with torch.no_grad(), whole_in_mode(model, training=False):
-        answer = model(**given, num_items_in_batch=told)
-        value = loss(output_of(answer), given[_LABELS])
+        answer = model(**inputs, num_items_in_batch=told)
+        value = loss(output_of(answer), inputs[_LABELS])
     # In low precision the same sum in another order differs by more.
     allowed = 1e-4 if answer.loss.dtype in (torch.float32, torch.float64) else 3e-2
     return isinstance(value, tuple) and math.isclose(

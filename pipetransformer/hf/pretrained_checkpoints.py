@@ -53,18 +53,18 @@ def write_pretrained(
         _LOGGER.warning("no checkpoint-* of %s: %s; training goes on", checkpoint.name, error)
         shutil.rmtree(made, ignore_errors=True)
         return
-    own = pretrained(output_dir)
+    folders = pretrained(output_dir)
     # Folders of later steps are of a run that has since gone back to an earlier checkpoint.
-    until = [one for one in own if (step_of(one) or 0) <= saved.step]
-    for old in own:
+    until = [one for one in folders if (step_of(one) or 0) <= saved.step]
+    for old in folders:
         if old not in until[-keep:]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def pretrained(output_dir: Path) -> list[Path]:
     """List the folders written here, the oldest step first."""
-    own = [one for one in output_dir.glob("checkpoint-*") if _is_own(one)]
-    return sorted(own, key=lambda one: step_of(one) or 0)
+    folders = [one for one in output_dir.glob("checkpoint-*") if _is_own(one)]
+    return sorted(folders, key=lambda one: step_of(one) or 0)
 
 
 def clear_pretrained(output_dir: Path) -> None:

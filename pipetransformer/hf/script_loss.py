@@ -80,8 +80,8 @@ class ScriptLoss:
         if forward.value is not None and value is forward.mean:
             return forward.value  # (sum, count): parts with ignored targets then join exactly.
         self._refuse_parameters(value, model, before)
-        found: LossValue = value
-        return found
+        loss_value: LossValue = value
+        return loss_value
 
     def _refuse_parameters(self, value: Any, model: nn.Module, below: Any) -> None:
         """Refuse a loss of the parameters themselves, most of which other ranks hold.

@@ -235,11 +235,11 @@ def _refuse_other_labels(args: TrainingArguments, model: Any) -> None:
     """Refuse label names that differ, or differ in order, from those that predictions hold."""
     if args.label_names is None:
         return
-    given, own = list(args.label_names), list(entry_names(model).targets)
-    if given != own:
+    asked, targets = list(args.label_names), list(entry_names(model).targets)
+    if asked != targets:
         raise ValueError(
-            f"label_names has {given}, but a {type(model).__name__} calls its labels {own}; leave "
-            "it out"
+            f"label_names has {asked}, but a {type(model).__name__} calls its labels {targets}; "
+            "leave it out"
         )
 
 
@@ -304,10 +304,10 @@ def why_missing(kind: type, name: str) -> str:
 
 def refuse_given(**arguments: Any) -> None:
     """Refuse arguments that would have no effect."""
-    given = sorted(name for name, value in arguments.items() if value is not None)
-    if given:
+    names = sorted(name for name, value in arguments.items() if value is not None)
+    if names:
         raise ValueError(
-            f"{', '.join(given)} would not be honoured by pipetransformer.hf.Trainer; leave it "
+            f"{', '.join(names)} would not be honoured by pipetransformer.hf.Trainer; leave it "
             "out. An optimizer is built by args.optim or optimizer_cls_and_kwargs; a loss is the "
             "model's, loss_fn= or a subclass's compute_loss"
         )

@@ -53,10 +53,12 @@ class TimedSublayers:
             costs: measured, of the timed sublayers.
         """
         measured = [f.name for f in fields(SublayerCost) if f.name[-2:] == "_s"] + ["spread"]
-        found = [(self.kinds[index], cost) for index, cost in zip(self.timed, costs, strict=True)]
+        cost_of_kind = [
+            (self.kinds[index], cost) for index, cost in zip(self.timed, costs, strict=True)
+        ]
         whole = []
         for kind, own in zip(self.kinds, self.everyone, strict=True):
-            same = [cost for one, cost in found if one == kind]
+            same = [cost for one, cost in cost_of_kind if one == kind]
             times: dict[str, Any] = {
                 name: tuple(np.median([getattr(cost, name) for cost in same], axis=0).tolist())
                 for name in measured
@@ -81,12 +83,12 @@ def choose_sublayers(
     spans, batch = spans_of[smallest], cut(smallest)
     gather_json(None, group=world.group)  # A barrier: all ranks compute at once, as in training.
     start = time.perf_counter()
-    found = run_spans(
+    counted = run_spans(
         task, world.device, spans, [batch], lambda subs, inputs: chain_bytes(subs, inputs[0])
     )
     # These were forwards. Backwards, and forwards without gradients, take three times as long.
     own_s = 4 * (time.perf_counter() - start) / smallest
-    sublayers, rows = task.model.sublayers, list(chain.from_iterable(found))
+    sublayers, rows = task.model.sublayers, list(chain.from_iterable(counted))
     everyone = [
         SublayerCost(sublayer.name, sublayer.layer, (), (), (), (), optimizer_bytes=0, **row)
         for sublayer, row in zip(sublayers, rows, strict=True)

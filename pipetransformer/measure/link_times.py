@@ -153,14 +153,14 @@ def _stage_group(world: World, length: int, timeout_s: float) -> Iterator[dist.P
         dist.new_group(list(topology.stage_ranks(stage)), timeout=timeout, backend=world.backend)
         for stage in range(length)
     ]
-    own = groups[topology.stage_of(world.rank)]
-    assert isinstance(own, dist.ProcessGroup)
+    group = groups[topology.stage_of(world.rank)]
+    assert isinstance(group, dist.ProcessGroup)
     try:
-        yield own
+        yield group
     finally:
         # A barrier: a rank that left early would close connections that others still make.
         gather_json(None, group=world.group)
-        dist.destroy_process_group(own)
+        dist.destroy_process_group(group)
 
 
 def _sums_s(world: World, group: dist.ProcessGroup, num_bytes: int) -> list[float]:

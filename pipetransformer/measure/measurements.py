@@ -86,7 +86,7 @@ def measure(
     samples: dict[str, Any] = {"fetch_s": 0.0, "read_s": 0.0}
     if not task.config.num_workers:
         samples = measure_samples(read, largest)
-    own = Profile(
+    measured_here = Profile(
         batch_sizes=tuple(batches),
         sublayers=costs,
         idle_node_share=idle_node_share,
@@ -102,7 +102,7 @@ def measure(
         **measure_rows(task.config.cache_folder, world.device),
     )
     return merge(
-        [Profile.from_json(one) for one in gather_json(own.to_json(), group=world.group)]
+        [Profile.from_json(one) for one in gather_json(measured_here.to_json(), group=world.group)]
     ).smoothed()
 
 
@@ -190,8 +190,8 @@ def _choose_spans(
     sizes = sorted({max(1, largest_micro_batch(task, world) >> halvings) for halvings in _SHRINKS})
     # The tightest rank decides, so that all come to the same spans.
     set_bytes, free = task.config.memory_limit_bytes, free_bytes(world.device)
-    own = tightest((None if set_bytes is None else set_bytes - held_bytes, free))
-    least = tightest(gather_json(own, group=world.group))
+    limit_here = tightest((None if set_bytes is None else set_bytes - held_bytes, free))
+    least = tightest(gather_json(limit_here, group=world.group))
     limit = math.inf if least is None else least
     needs = [Need(0, 0.0)] * len(task.model.sublayers)
     if limit < math.inf:

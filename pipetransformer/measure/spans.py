@@ -157,7 +157,7 @@ def held_on(task: Task, device: torch.device, span: Sequence[int]) -> Iterator[N
         _fill(model, index, device)
     tensors = {name: t for index in span for name, t in model.tensors(index).items()}
     # Tensors are swapped in place, so optimizers and hooks keep the objects that they know.
-    found = [(t, t.data, t.requires_grad) for t in tensors.values()]
+    before = [(t, t.data, t.requires_grad) for t in tensors.values()]
     try:
         for name, tensor in tensors.items():
             tensor.data = tensor.data.to(device)
@@ -165,7 +165,7 @@ def held_on(task: Task, device: torch.device, span: Sequence[int]) -> Iterator[N
                 tensor.requires_grad_(name in task.trainable)
         yield
     finally:
-        for tensor, data, requires_grad in found:
+        for tensor, data, requires_grad in before:
             tensor.data = data
             tensor.requires_grad_(requires_grad)
         for index in absent:

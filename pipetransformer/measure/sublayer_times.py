@@ -96,8 +96,8 @@ def measure_update(task: Task, device: torch.device) -> tuple[float, float]:
 
     seconds = typical_s(update, repeats=5, before=displacer())
     state_bytes = sum(t.nbytes for t in take_state(optimizer, named).values())
-    kept = [t for name in copies for t in signals.tensors(name).values()]
-    return seconds / num_bytes, (state_bytes + sum(t.nbytes for t in kept)) / num_bytes
+    signal_tensors = [t for name in copies for t in signals.tensors(name).values()]
+    return seconds / num_bytes, (state_bytes + sum(t.nbytes for t in signal_tensors)) / num_bytes
 
 
 def untouched_bytes(

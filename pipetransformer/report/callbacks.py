@@ -153,7 +153,7 @@ class Events:
         self._failure = None
         for rank, (failure, _) in enumerate(answers):
             if failure:
-                own = cause if rank == self._world.rank else None
-                raise CallbackError(f"rank {rank}: {failure}") from own
+                local_cause = cause if rank == self._world.rank else None
+                raise CallbackError(f"rank {rank}: {failure}") from local_cause
         if any(stops for _, stops in answers):
             self._timeline.stop()

@@ -108,8 +108,8 @@ def nothing_frozen_line(num_asked: int, step: int, reason: str, seen: FreezeCont
         f"{name} {min(values):.3g} to {max(values):.3g}"
         for name, values in signals_of(seen).items()
     ]
-    found = [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
+    metrics = [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
     loss = [] if seen.loss is None else [f"loss {seen.loss:.4g}"]
     times = "once" if num_asked == 1 else f"{num_asked} times"
     text = f"nothing was frozen: the policy was asked {times}, and said last, at step {step}: "
-    return f"{text}{reason}; it saw {', '.join([*loss, *found, *ranges]) or 'no signals yet'}"
+    return f"{text}{reason}; it saw {', '.join([*loss, *metrics, *ranges]) or 'no signals yet'}"

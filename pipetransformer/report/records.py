@@ -176,16 +176,16 @@ def latest_branch(records: Iterable[Record]) -> list[Record]:
 
     A resumed run's first record is its step's decision, transition or training.
     """
-    kept: list[Record] = []
+    branch: list[Record] = []
     num_done = 0
     for record in records:
         if record["kind"] in _BEGIN_A_STEP:
             step = record["step"]
             if step < num_done:
-                kept = [one for one in kept if one["step"] < step + (one["kind"] in _END_ONE)]
+                branch = [one for one in branch if one["step"] < step + (one["kind"] in _END_ONE)]
             num_done = step + (record["kind"] == "step")
-        kept.append(record)
-    return kept
+        branch.append(record)
+    return branch
 
 
 def of_kind(records: list[Record], kind: str) -> list[Record]:
@@ -372,11 +372,11 @@ def _predictions(context: FreezeContext, spare_s: float) -> list[float | None] |
     """
     # This thread's time alone: other threads' work must not count as the planner's.
     start = time.thread_time()
-    found = [_prediction(context, 0)]
+    predictions = [_prediction(context, 0)]
     # Half, as fewer layers left to train are divided sooner.
     if (time.thread_time() - start) * context.num_layers / 2 > spare_s:
         return None
-    return found + [_prediction(context, num) for num in range(1, context.num_layers + 1)]
+    return predictions + [_prediction(context, num) for num in range(1, context.num_layers + 1)]
 
 
 def _prediction(context: FreezeContext, num_frozen: int) -> float | None:

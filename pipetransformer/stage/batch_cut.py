@@ -82,10 +82,10 @@ class RankShare:
 
         All replicas have equally many rounds; the last ones may be empty.
         """
-        own, _ = self.slice_of(torch.arange(num_samples))
+        ids, _ = self.slice_of(torch.arange(num_samples))
         size = max(1, batch_size // self.cut.replicas)
         most = self.cut.slices(num_samples)[0]
-        return [own[begin : begin + size] for begin in range(0, most, size)]
+        return [ids[begin : begin + size] for begin in range(0, most, size)]
 
     def read_of(self, ids: Tensor) -> Tensor:
         """Return what the rank reads of a batch."""

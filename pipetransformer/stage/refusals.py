@@ -56,8 +56,8 @@ class Refusals:
 
     def before(self, step: int, batches: MicroBatches) -> Origin | None:
         """Say what was not finite before a step: the samples, or weights that were given."""
-        given = self._trained if step == 0 else ()
-        return before_the_step(self._task, given, rows=batches.rows, ids=self._read(batches.ids))
+        checked = self._trained if step == 0 else ()
+        return before_the_step(self._task, checked, rows=batches.rows, ids=self._read(batches.ids))
 
     def cause_in_samples(self, ids: Tensor, rows: Rows) -> str:
         """Say what is not finite in a step's samples, and what to do, or "". Collective."""

@@ -179,7 +179,9 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_unknown_settings_are_all_named_with_what_to_give() -> None:
-    known = r"'batchsize', 'epoch'; .*for 'epoch' give epochs; help\(pipetransformer.TrainConfig\)"
+    known = (
+        r"'batchsize', 'epoch'; perhaps epochs, .* is meant; help\(pipetransformer.TrainConfig\)"
+    )
     with pytest.raises(ValueError, match=known):
         make_config({"epoch": 3, "batchsize": 8, "seed": 1})
 

@@ -50,7 +50,7 @@ def test_a_model_that_this_machine_has_no_memory_for_is_refused_before_it_is_bui
     captured = capsys.readouterr()
     assert (
         captured.out == ""
-        and "takes about 709.2 GiB of memory, and 59.6 GiB are free" in captured.err
+        and "takes about 709.3 GiB of memory, and 59.6 GiB are free" in captured.err
     )
 
 

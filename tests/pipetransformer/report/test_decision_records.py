@@ -17,6 +17,7 @@ from freeze import (
 )
 from pipetransformer.report import read_decisions
 from pipetransformer.report.records import decision_fields
+from tests.helpers.models import tiny_trainer
 
 NUM_LAYERS = 4
 
