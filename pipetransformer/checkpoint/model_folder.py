@@ -154,12 +154,6 @@ def add_export_parser(parser: argparse.ArgumentParser) -> None:
         help=f"gets {WEIGHTS_FILE}, and {CONFIG_FILE} for a model of transformers or timm's "
         "factory; new, or empty",
     )
-    parser.add_argument(
-        "--processing",
-        metavar="NAME",
-        help="a folder or the name of a transformers model whose tokenizer or image processor is "
-        "to stand beside the weights",
-    )
     parser.set_defaults(run=run_export)
 
 
@@ -167,7 +161,7 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
     """Carry out the command.
 
     Raises:
-        ValueError: there is no checkpoint, OUT has content, or there is no such processing class.
+        ValueError: there is no checkpoint, or OUT has content.
         CorruptCheckpointError: the checkpoint is damaged.
     """
     out: Path = options.out
@@ -175,12 +169,9 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
         raise ValueError(f"{out} exists and is no empty folder; give a new one")
     checkpoint = find_checkpoint(options.source)
     tensors = read_weights(checkpoint)
-    processing = None if options.processing is None else _processing_class(options.processing)
     replace_tensors(out / WEIGHTS_FILE, tensors)
     if config := checkpoint.scalars["parts"].get("model", {}).get("config"):
         replace_file(out / CONFIG_FILE, config.encode())
-    if processing is not None:
-        processing.save_pretrained(out)
     show(f"{checkpoint.folder}: {len(tensors)} tensors after step {checkpoint.step} -> {out}")
 
 
@@ -209,18 +200,3 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
             held.update(checkpoint.read(shard))
     # The shards also hold buffers that are not persistent.
     return {name: held[name] for name in checkpoint.scalars["state_names"] if name in held}
-
-
-def _processing_class(name: str) -> Any:
-    """Load a transformers model's tokenizer, image processor or both in one."""
-    try:
-        # Optional, and slow to import.
-        from transformers import AutoProcessor
-    except ImportError as error:
-        raise ValueError(
-            "--processing needs transformers; install pipetransformer[text], or leave it out"
-        ) from error
-    try:
-        return AutoProcessor.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name!r} has no tokenizer or image processor: {error}") from error

@@ -26,16 +26,14 @@ def add_cache_parser(parser: argparse.ArgumentParser) -> None:
     add = which.add_argument
     add("names", nargs="*", default=[], help="sets, by the beginning of their names")
     add("--all", action="store_true", help="all of them")
-    add("--older-than", type=float, metavar="DAYS", help="those not used since")
-    add("--limit-bytes", type=int, help="the least recently used, until the others fit")
     listing.set_defaults(run=_list)
     removing.set_defaults(run=_remove)
 
 
-def _sets_in(folder: Path, limit_bytes: int | None = None) -> RowSets:
+def _sets_in(folder: Path) -> RowSets:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the cache_folder= of a run that kept rows")
-    return RowSets(folder, limit_bytes=limit_bytes)
+    return RowSets(folder)
 
 
 def _list(options: argparse.Namespace, say: Callable[[str], object]) -> None:
@@ -52,31 +50,23 @@ def _list(options: argparse.Namespace, say: Callable[[str], object]) -> None:
 
 
 def _remove(options: argparse.Namespace, say: Callable[[str], object]) -> bool:
-    sets = _sets_in(options.folder, options.limit_bytes)
+    sets = _sets_in(options.folder)
     before = sets.facts()
-    if options.limit_bytes is not None:
-        sets.make_room()
-    else:
-        for one in _chosen(before, options):
-            if not sets.remove(one.name):
-                say(f"{one.name[:_SHORT]} is in use, and stays")
+    for one in before if options.all else _named(before, options.names):
+        if not sets.remove(one.name):
+            say(f"{one.name[:_SHORT]} is in use, and stays")
     left = {one.name for one in sets.facts()}
     gone = [one for one in before if one.name not in left]
     say(f"removed {len(gone)} sets, {sum(one.num_bytes for one in gone) / 1e6:.1f} MB")
     return True
 
 
-def _chosen(facts: list[SetFacts], options: argparse.Namespace) -> list[SetFacts]:
-    if options.all:
-        return facts
-    if options.older_than is not None:
-        since = time.time() - options.older_than * _DAY_S
-        return [one for one in facts if one.last_used < since]
-    for name in options.names:
+def _named(facts: list[SetFacts], names: list[str]) -> list[SetFacts]:
+    for name in names:
         matching = [one for one in facts if one.name.startswith(name)]
         if len(matching) != 1:
             raise ValueError(f"{len(matching)} sets have names that begin with {name!r}; see `ls`")
-    return [one for one in facts if one.name.startswith(tuple(options.names))]
+    return [one for one in facts if one.name.startswith(tuple(names))]
 
 
 def _ago(seconds: float) -> str:

@@ -110,7 +110,8 @@ class CallbackBridge(Callback):
         if stateful:
             raise ValueError(
                 f"{', '.join(stateful)} keeps a state that our checkpoints do not hold; leave it "
-                "out of a run that is resumed: early_stopping_patience=... stops alike, and resumes"
+                "out of a run that is resumed: early_stopping_patience=... stops alike, and "
+                "resumes"
             )
 
     def remove(self, callback: Any) -> None:

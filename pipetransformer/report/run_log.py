@@ -86,7 +86,7 @@ class RunLog:
 
         Args:
             clock: of the coming step.
-            profile: divides waiting time into messages and bubbles.
+            profile: tells what forwards are spared.
             cache_bytes: the most that a node's cache may take; 0 where nothing is cached.
             unused: columns of the training set that the model does not take.
         """

@@ -19,7 +19,7 @@ class RunSums:
 
     Attributes:
         report: the whole run's.
-        profile: divides waiting time into messages and bubbles; set before the first step.
+        profile: tells what forwards are spared; set before the first step.
     """
 
     profile: Profile
@@ -47,10 +47,8 @@ class RunSums:
             report.cache_spared_s += upgrades * self._forward_s(self._depth_before)
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
-        self._reassign("data", "cache", result.stats.seconds)
-        # Waiting for messages counts as bubble; the profile's link tells which part is transfer.
-        transfer_s = min(result.breakdown["bubble"], self._transfer_s(decision, num_samples))
-        self._reassign("bubble", "transfer", transfer_s)
+        self._spent["data"] -= result.stats.seconds
+        self._spent["cache"] += result.stats.seconds
         self._samples += num_samples
         self._loss += result.loss * num_samples
         report.training_loss = self._loss / max(self._samples, 1)
@@ -100,31 +98,8 @@ class RunSums:
         self._spent = defaultdict(float, state["spent"])
         self._samples, self._loss = state["samples"], state["loss"]
 
-    def _reassign(self, source: str, category: str, seconds: float) -> None:
-        self._spent[source] -= seconds
-        self._spent[category] += seconds
-
     def _forward_s(self, num_frozen: int) -> float:
         """Return the measured seconds of a forward through the frozen layers, per sample."""
         profile = self.profile
         costs = [one.forward_s[-1] for one in profile.sublayers if one.layer < num_frozen]
         return sum(costs) / profile.batch_sizes[-1]
-
-    def _transfer_s(self, decision: Decision, num_samples: int) -> float:
-        """Estimate this rank's time for receiving messages in a step."""
-        plan, link = decision.plan, self.profile.link
-        if plan.length == 1:
-            return 0.0
-        topology = self._world.topology(plan.length)
-        if topology.is_spare(self._world.rank):
-            return 0.0
-        stage = topology.stage_of(self._world.rank)
-        per_replica = num_samples / topology.replicas
-        total_s = 0.0
-        # Activations come over the boundary below, gradients over the one above; the first and
-        # the last of `boundaries` are the model's ends.
-        for boundary in plan.boundaries[max(stage, 1) : min(stage + 2, plan.length)]:
-            sample_bytes = self.profile.sublayers[boundary - 1].output_bytes
-            total_s += plan.num_micro_batches * link.latency_s
-            total_s += per_replica * sample_bytes / link.bytes_per_s
-        return total_s
