@@ -65,9 +65,9 @@ docs: setup ## Build the documentation into site/; without a network, and strict
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "to read and search it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
-bench: setup ## Measure the overhead over a plain loop, and the engine beside its peers
+bench: setup ## Measure the Trainer beside a plain loop, and the engine beside its peers
 	@$(BIN)/python -m pip install -q -e '.[bench]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.overhead
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.rivals
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine.components
 

@@ -27,8 +27,6 @@ class LoopProcess:
     Args:
         task, learning_rate, max_grad_norm: as the loop takes them; they travel to it.
         num_threads: that it computes on.
-    Attributes:
-        wait_s: seconds that the last step waited for its batch.
     Raises:
         TimeoutError: it has not answered.
         RuntimeError: it has failed; what it printed says why.
@@ -42,7 +40,6 @@ class LoopProcess:
         num_threads: int,
         max_grad_norm: float | None = None,
     ) -> None:
-        self.wait_s = 0.0
         # Fresh: a fork would take the allocator along.
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
@@ -63,8 +60,7 @@ class LoopProcess:
 
     def step(self) -> float:
         """Train on the next batch; return the seconds that it took."""
-        seconds, self.wait_s = self._ask("step")
-        return float(seconds)
+        return float(self._ask("step"))
 
     def close(self) -> None:
         """End the process."""
@@ -117,4 +113,4 @@ def _serve(pipe: Connection, task: RivalTask, num_threads: int, settings: dict[s
             loop.freeze(*arguments)
             pipe.send(None)
         else:
-            pipe.send((seconds_of(loop.step), loop.wait_s))
+            pipe.send(seconds_of(loop.step))

@@ -16,7 +16,7 @@ import numpy as np
 
 Seconds = dict[str, np.ndarray]
 """Seconds of each action by its name, one entry a round."""
-_WARM_UP_PAIRS, _RESAMPLES = 3, 10_000
+_RESAMPLES = 10_000
 
 
 class ResultsDifferError(RuntimeError):
@@ -75,30 +75,6 @@ def interleave(
         finally:
             gc.enable()
     return {name: np.array(values) for name, values in found.items()}
-
-
-def paired_ratio(
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    *,
-    num_pairs: int = 48,
-) -> tuple[Ratio, list[tuple[float, float]]]:
-    """Time two actions in turn, in random order within each pair; garbage is part of them.
-
-    Returns:
-        the ratio ours / theirs, and the seconds of every pair.
-    """
-    shuffle = random.Random(0)
-    pairs = []
-    for number in range(num_pairs + _WARM_UP_PAIRS):
-        order = [0, 1]
-        shuffle.shuffle(order)
-        seconds = [0.0, 0.0]
-        for which in order:
-            seconds[which] = seconds_of((ours, theirs)[which])
-        if number >= _WARM_UP_PAIRS:
-            pairs.append((seconds[0], seconds[1]))
-    return bootstrap(np.array([a / b for a, b in pairs])), pairs
 
 
 def bootstrap(ratios: np.ndarray) -> Ratio:

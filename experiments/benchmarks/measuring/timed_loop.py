@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,21 +146,12 @@ class TimedLoop:
         task: what to train.
         learning_rate: AdamW's.
         max_grad_norm: which a step's gradient is clipped at; None leaves it as it is.
-        device: where it trains.
-    Attributes:
-        wait_s: seconds that the last step waited for its batch.
     """
 
     def __init__(
-        self,
-        task: RivalTask,
-        *,
-        learning_rate: float,
-        max_grad_norm: float | None = None,
-        device: str = "cpu",
+        self, task: RivalTask, *, learning_rate: float, max_grad_norm: float | None = None
     ) -> None:
-        self.model = task.build().train().to(device)
-        self._device = device
+        self.model = task.build().train()
         self._loss_of, self._max_grad_norm = task.loss_of, max_grad_norm
         self._optimizer = adamw(learning_rate)(list(self.model.named_parameters()))
         self._batches = iter(
@@ -172,7 +162,6 @@ class TimedLoop:
                 collate_fn=task.collate_fn,
             )
         )
-        self.wait_s = 0.0
 
     def freeze(self, num_frozen: int) -> None:
         """Freeze the bottom layers, as anyone would: no gradients, no dropout."""
@@ -183,22 +172,12 @@ class TimedLoop:
     def step(self) -> float:
         """Train on the next batch; return its loss."""
         self._optimizer.zero_grad(set_to_none=True)
-        start = time.perf_counter()
-        batch = _moved(next(self._batches), self._device)
-        self.wait_s = time.perf_counter() - start
-        loss = self._loss_of(self.model, batch)
+        loss = self._loss_of(self.model, next(self._batches))
         loss.backward()
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self._optimizer.step()
         return loss.item()
-
-
-def _moved(batch: Any, device: str) -> Any:
-    """Return a batch, a mapping or a sequence of tensors, on a device."""
-    if isinstance(batch, Mapping):
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    return [tensor.to(device) for tensor in batch]
 
 
 class _TrainersOrder(Iterable[list[int]]):

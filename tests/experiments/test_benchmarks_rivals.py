@@ -1,4 +1,4 @@
-"""Test the benchmarks of reading data: what they print and prove, but no speed."""
+"""Test the benchmark beside a plain loop: what it prints and proves, but no speed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-from experiments.benchmarks import data, rivals
+from experiments.benchmarks import rivals
 from experiments.benchmarks.measuring.timed_loop import RivalTask, Sentences, sentences_task
 
-TINY = data.DataSetting(
-    num_images=8, batch_size=4, num_pixels=64, width=32, depth=2,
-    num_settling=1, num_steps=2, num_rounds=2,
-)  # fmt: skip
 WORDS = ("a", "fine", "film", "not", "so", "dull")
-
-
-@pytest.mark.slow
-def test_data_prints_what_each_side_waits_in_each_state(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    found = json.loads(json.dumps(data.measure(TINY)))
-    assert len(capsys.readouterr().out.splitlines()) == len(found["states"]) == 3
-    for state in found["states"].values():
-        for name in ("wait_share", "wait_share_plain"):
-            low, high = state[f"{name}_range"]
-            assert 0 < low <= state[name] <= high < 1
-        low, high = state["plain_over_ours_interval"]
-        assert 0 < low <= state["plain_over_ours"] <= high
-        assert state["step_ms"] > 0 and state["step_ms_plain"] > 0
-    assert found["losses_differ_by"] <= 1e-4
-    assert found["decode_ms"] > 0 and found["compute_ms"] > 0
 
 
 @pytest.fixture
