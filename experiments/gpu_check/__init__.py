@@ -9,7 +9,7 @@ findings       what a phase has found so far; lost neither by a hang nor by a cr
 table          the report for people
 pack           pretrained weights, images and sentences in one folder
 workloads      models and samples
-plain_loop     the rival, and the ideal: frozen activations in one tensor on the device
+loops          the rival, the ideal (frozen activations in one tensor on the device), ours
 short_runs     runs that are held against each other
 phases/        what is proven and measured
 """

@@ -16,11 +16,10 @@ from experiments.gpu_check.table import table
 _ROOM = "experiments.gpu_check.phases"
 _SECONDS = {
     "card": (20, 25),
-    "loops": (110, 60),
+    "loops": (200, 80),
     "marked_tests": (75, 16),
     "equality": (100, 45),
     "finetuning": (65, 18),
-    "step_times": (100, 26),
     "step_profile": (40, 14),
     "pipelines": (60, 50),
     "memory": (40, 14),

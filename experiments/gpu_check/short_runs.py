@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from experiments.benchmarks.measuring.timed_loop import RivalTask, own_loss
-from experiments.gpu_check.plain_loop import PlainLoop
+from experiments.gpu_check import loops
+from experiments.gpu_check.loops import Outcome
 from experiments.gpu_check.workloads import (
-    Shuffled,
-    build_bert,
-    build_vit,
+    EPS,
+    LoopCase,
     image_loss,
+    own_loss,
     random_images,
     random_sentences,
 )
+from experiments.random_models import bert, vit
 from freeze import FreezeSchedule
-from pipetransformer import (
-    PlanSituation,
-    StepResult,
-    Trainer,
-    fastest_plan,
-    launch,
-    named_optimizer,
-)
+from pipetransformer import PlanSituation, StepResult, Trainer, fastest_plan, launch
 
 BATCH_SIZE = 16
 _NUM_SAMPLES, _DEPTH = 4 * BATCH_SIZE, 4
 _SHAPE = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": _DEPTH, "num_heads": 4}
-# Large, so that Adam does not make a step of rounding where the true gradient is 0 (a key's bias).
-_OPTIMIZER = named_optimizer("adamw", 1e-3, eps=1e-4)
 EXACTLY, IN_FLOAT64 = (0.0, 0.0), (1e-9, 1e-7)
 """Absolute and relative to a tensor's largest value: how far results may differ."""
 
@@ -67,54 +58,27 @@ class ShortRun:
     def is_exact(self) -> bool:
         return self.dtype == "float64"
 
-    def task(self) -> RivalTask:
+    def case(self) -> LoopCase:
         """Return what is trained; sentences have all lengths."""
         weights = torch.float64 if self.is_exact else torch.float32
         if self.model == "bert":
             rows = random_sentences(_NUM_SAMPLES, 24, shortest=4)
-            build = partial(build_bert, 64, _DEPTH, heads=2, dropout=self.dropout)
-            loss_of: Callable[[nn.Module, Any], Tensor] = own_loss
+            build = partial(bert, 64, _DEPTH, heads=2, dropout=self.dropout)
+            blocks, loss_of = "bert.encoder.layer", own_loss
         else:
             rows = random_images(_NUM_SAMPLES, _SHAPE["img_size"], weights)
-            build, loss_of = partial(build_vit, _SHAPE, dropout=self.dropout), image_loss
-        made = partial(_in_dtype, build, weights)
-        return RivalTask(self.model, _DEPTH, made, rows, loss_of, batch_size=BATCH_SIZE)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Hold the losses of all steps, and the final weights in host memory.
-
-    Args:
-        rows_read: of the cache.
-        lengths: stages K in the order of the pipelines.
-    """
-
-    losses: list[float]
-    weights: dict[str, Tensor]
-    rows_read: int = 0
-    lengths: tuple[int, ...] = ()
+            build = partial(vit, proj_drop_rate=self.dropout, **_SHAPE)
+            blocks, loss_of = "blocks", image_loss
+        return LoopCase(
+            self.model, lambda: build().to(weights), blocks, rows, loss_of, BATCH_SIZE, _DEPTH,
+            None if self.is_exact else torch.bfloat16, learning_rate=1e-3, eps=EPS,
+        )  # fmt: skip
 
 
 def make_trainer(run: ShortRun, device: str) -> Trainer:
     """Return the Trainer of a short run."""
-    task = run.task()
-    return Trainer(
-        task.build(),
-        task.dataset,
-        optimizer=_OPTIMIZER,
-        freeze=FreezeSchedule(run.frozen),
-        device=device,
-        **{
-            "epochs": len(run.frozen),
-            "global_batch_size": BATCH_SIZE,
-            "sample_order": Shuffled(len(task.dataset)),
-            "precision": None if run.is_exact else "bf16",
-            "evaluate_every_epochs": 0,
-            "progress": False,
-            **run.settings,
-        },
-    )
+    settings = {"epochs": len(run.frozen), **run.settings}
+    return loops.make_trainer(run.case(), device, freeze=FreezeSchedule(run.frozen), **settings)
 
 
 def trained(run: ShortRun, device: str, *, most_steps: int | None = None) -> Outcome:
@@ -135,21 +99,7 @@ def trained(run: ShortRun, device: str, *, most_steps: int | None = None) -> Out
 
 def trained_plainly(run: ShortRun, device: str, *, keeps: bool = False) -> Outcome:
     """Train by the plain loop, or by the ideal one."""
-    task = run.task()
-    loop = PlainLoop(
-        task,
-        task.build(),
-        optimizer=_OPTIMIZER,
-        device=device,
-        autocast_to=None if run.is_exact else torch.bfloat16,
-        keeps=keeps,
-    )
-    losses = []
-    for num_frozen in run.frozen:
-        loop.freeze(num_frozen)
-        losses += [loop.step() for _ in range(task.steps_per_epoch)]
-    weights = {name: tensor.cpu() for name, tensor in loop.model.state_dict().items()}
-    return Outcome([float(loss) for loss in losses], weights)
+    return (loops.Ideal if keeps else loops.Plain)(run.case(), device).trained(run.frozen)
 
 
 def trained_elsewhere(
@@ -234,7 +184,3 @@ def that_reads(outcome: Outcome) -> Outcome:
     if not outcome.rows_read:
         raise ValueError("no row of the cache was read: the planner found computing faster")
     return outcome
-
-
-def _in_dtype(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    return build().to(dtype)

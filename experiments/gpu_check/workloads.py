@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from experiments.benchmarks.measuring.timed_loop import RivalTask, own_loss
 from experiments.gpu_check.findings import Setting
 from experiments.gpu_check.pack import IMAGES, SENTENCES, VIT, VOCABULARY
+from experiments.random_models import vit
 
 NUM_CLASSES = 10
 VOCABULARY_SIZE = 30_522
-_TINY_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 6, "num_heads": 2}
-_VIT_B = {"img_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-_DIFFERENT_IMAGES = 256
+TINY_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 6, "num_heads": 2}
 _WORKERS, _ROOM_FOR_WORKERS_BYTES = 4, 4 << 30
 _UNKNOWN, _BEGIN, _END = 100, 101, 102
 """Tokens of BERT's vocabulary."""
@@ -61,77 +59,48 @@ class Shuffled:
         return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(epoch))
 
 
+EPS = 1e-4
+"""Adam's, so large that it does not make a step of rounding where the true gradient is 0."""
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """Describe what loops train.
+
+    Args:
+        build: makes the model; every call the same one.
+        blocks: the name of its list of blocks.
+        loss_of: the loss of a batch.
+        autocast_to: the dtype that is computed in; None computes as the weights are.
+        eps: Adam's.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    blocks: str
+    rows: Rows
+    loss_of: Callable[[nn.Module, Any], Tensor]
+    batch_size: int
+    num_frozen: int
+    autocast_to: torch.dtype | None = torch.bfloat16
+    num_workers: int = 0
+    learning_rate: float = 1e-4
+    eps: float = 1e-8
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.rows) // self.batch_size)
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that transformers' model returns."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
 def image_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss of images' classes."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def build_vit(shape: Mapping[str, Any], *, dropout: float = 0.0, seed: int = 0) -> nn.Module:
-    """Build a ViT of random weights; every call the same one."""
-    # timm and transformers take seconds to import, and only who builds a model needs them.
-    from timm.models.vision_transformer import VisionTransformer
-
-    torch.manual_seed(seed)
-    return VisionTransformer(num_classes=NUM_CLASSES, proj_drop_rate=dropout, **shape)
-
-
-def build_bert(width: int, depth: int, *, heads: int, dropout: float = 0.1) -> nn.Module:
-    """Build a BERT of random weights that tells two classes apart; every call the same one."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=width,
-        num_hidden_layers=depth,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    return BertForSequenceClassification(config)
-
-
-def timed_tasks(setting: Setting, num_steps: int) -> tuple[RivalTask, ...]:
-    """Return the three models whose steps are timed, with so many steps an epoch."""
-    images = partial(vit_task, setting, num_steps)
-    if setting.tiny:
-        bert = partial(build_bert, 64, 6, heads=2)
-        tokens = random_sentences(8 * num_steps, 16)
-        short = RivalTask("tiny BERT, 8 x 16", 6, bert, tokens, own_loss, batch_size=8)
-        return images(), short
-    base = RivalTask(
-        "BERT-base, 32 x 128",
-        12,
-        partial(build_bert, 768, 12, heads=12),
-        random_sentences(32 * num_steps, 128),
-        own_loss,
-        batch_size=32,
-    )
-    minilm = RivalTask(
-        "MiniLM's shape, 32 x 64",
-        6,
-        partial(build_bert, 384, 6, heads=12),
-        sentences(setting.data, 32 * num_steps, 64),
-        own_loss,
-        batch_size=32,
-    )
-    return images(), base, minilm
-
-
-def vit_task(setting: Setting, num_steps: int) -> RivalTask:
-    """Return the ViT whose steps are timed, on random images."""
-    shape, batch = (_TINY_VIT, 8) if setting.tiny else (_VIT_B, 64)
-    columns = random_images(_DIFFERENT_IMAGES, pixels := shape["img_size"]).columns
-    return RivalTask(
-        f"{'tiny ViT' if setting.tiny else 'ViT-B'}, {batch} x {pixels} px",
-        shape["depth"],
-        partial(build_vit, shape),
-        Rows(columns, batch * num_steps),
-        image_loss,
-        batch_size=batch,
-        num_workers=reading_workers(setting),
-    )
 
 
 def reading_workers(setting: Setting) -> int:
@@ -189,14 +158,14 @@ def _text_rows(ids: Tensor, lengths: Tensor, labels: Tensor) -> Rows:
     return Rows({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
 
 
-def fine_tuned_vit(setting: Setting) -> RivalTask:
+def fine_tuned_vit(setting: Setting) -> LoopCase:
     """Return the pretrained ViT and the images that it is fine-tuned on."""
-    shape: Mapping[str, Any] = _TINY_VIT if setting.tiny else {"img_size": 224, "depth": 12}
+    shape: Mapping[str, Any] = TINY_VIT if setting.tiny else {"img_size": 224, "depth": 12}
     images = read_images(setting, "train", shape["img_size"])
-    build = partial(build_vit, shape) if setting.tiny else partial(_build_pretrained, setting.data)
-    batch = 16 if setting.tiny else 64
-    name = "tiny ViT" if setting.tiny else "ViT-S/14"
-    return RivalTask(name, shape["depth"], build, images, image_loss, batch_size=batch)
+    build = partial(vit, **shape) if setting.tiny else partial(_build_pretrained, setting.data)
+    name, batch = ("tiny ViT", 16) if setting.tiny else ("ViT-S/14", 64)
+    frozen = 2 * shape["depth"] // 3
+    return LoopCase(name, build, "blocks", images, image_loss, batch, frozen, learning_rate=5e-5)
 
 
 def read_images(setting: Setting, split: str, pixels: int) -> Rows:

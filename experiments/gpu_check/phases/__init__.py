@@ -1,11 +1,11 @@
 """Prove and measure, a phase a file; each has a function `run(findings, setting)`.
 
+loops         `attach`, callbacks and the Trainer against the plain loop and the ideal
 card          the machine: versions, memory, copies, matrix products
 marked_tests  the tests marked cuda
 equality      one device: against the plain loop, cached, resumed, without races
 memory        a run near the memory limit
 finetuning    a pretrained ViT on images: seconds an epoch, accuracy
-step_times    steps of three models against the plain loop and the ideal
 step_profile  launches, synchronisations and copies of warm steps
 pipelines     two stages that share the device
 """

@@ -1,4 +1,4 @@
-"""Hold `attach` and `FreezeCallback` against plain loops, and time them, epoch by epoch.
+"""Hold `attach` and `FreezeCallback` against plain loops, and time them and the Trainer.
 
 right    small models in float64: losses and weights are those of a plain loop
 fast     whole epochs in turn, in bfloat16: filling, then warm, rows on the device and on the host
@@ -19,27 +19,33 @@ from torch import nn
 
 from experiments.gpu_check.device_time import synchronize
 from experiments.gpu_check.findings import Findings, Setting
-from experiments.gpu_check.frozen_loops import Ideal, Loop, LoopCase, Ours, Plain
-from experiments.gpu_check.short_runs import IN_FLOAT64, Outcome, compared, compared_losses
+from experiments.gpu_check.loops import Attached, ByTrainer, Ideal, Loop, Outcome, Plain
+from experiments.gpu_check.short_runs import IN_FLOAT64, compared, compared_losses
 from experiments.gpu_check.workloads import (
-    build_bert,
-    build_vit,
+    EPS,
+    TINY_VIT,
+    LoopCase,
+    Rows,
     image_loss,
+    own_loss,
     random_images,
     random_sentences,
     random_texts,
     reading_workers,
+    sentences,
 )
+from experiments.random_models import bert, gpt2, llama, vit, with_lora
 from pipetransformer import FreezeCallback
 
 _FREEZES = (0, 2, 2, 3, 3)
 _WORDS = 5_000
+_OF_LORA = "base_model.model.model.layers"
 
 
 def run(findings: Findings, setting: Setting) -> None:
     """Compare all models, then time them."""
     device, check = setting.device, findings.check
-    for case in (*_small_cases(torch.float64), *_small_lora(torch.float64)):
+    for case in _small_cases(torch.float64):
         check(f"attach: {case.name}, float64", partial(_exact, case, device))
     bert = _small_cases(torch.float64)[0]
     kept = {"cache_keep": True, "cache_folder": setting.scratch}
@@ -52,40 +58,31 @@ def run(findings: Findings, setting: Setting) -> None:
     for case in _small_cases(torch.float32):
         if case.name != "vit":
             check(f"FreezeCallback: {case.name}", partial(_callback, case, setting))
-    for build in (_bert_base, _vit_b, _gpt2_small, _llama_lora):
+    for build in (_vit_b, _bert_base, _minilm, _gpt2_small, _llama_lora):
         check(build.__name__.strip("_"), partial(_timed, findings, build, setting))
 
 
 def _exact(case: LoopCase, device: str, **settings: Any) -> dict[str, Any]:
-    ours, plain = _trained(Ours(case, device, **settings)), _trained(Plain(case, device))
+    ours, plain = (
+        Attached(case, device, **settings).trained(_FREEZES),
+        Plain(case, device).trained(_FREEZES),
+    )
     return {**compared(ours, plain, IN_FLOAT64), "rows_read": _that_reads(ours, case)}
 
 
 def _rounded(case: LoopCase, device: str) -> dict[str, Any]:
-    ours, plain = _trained(Ours(case, device)), _trained(Plain(case, device))
+    ours, plain = Attached(case, device).trained(_FREEZES), Plain(case, device).trained(_FREEZES)
     return {**compared_losses(ours, plain), "rows_read": _that_reads(ours, case)}
 
 
 def _kept(case: LoopCase, device: str, settings: dict[str, Any]) -> dict[str, Any]:
-    first = _trained(Ours(case, device, **settings), (2, 2))
-    second = _trained(Ours(case, device, **settings), (2, 2))
+    first = Attached(case, device, **settings).trained((2, 2))
+    second = Attached(case, device, **settings).trained((2, 2))
     if second.rows_read != 2 * len(case.rows):
         raise ValueError(f"the second run has read {second.rows_read} rows of the first one's")
-    plain = _trained(Plain(case, device), (2, 2))
+    plain = Plain(case, device).trained((2, 2))
     compared(first, plain, IN_FLOAT64)
     return {**compared(second, plain, IN_FLOAT64), "rows_read": second.rows_read}
-
-
-def _trained(loop: Loop, frozen: tuple[int, ...] = _FREEZES) -> Outcome:
-    """Train to the end; what rows were read is known of ours alone."""
-    try:
-        for num_frozen in frozen:
-            loop.epoch(num_frozen)
-        losses = [float(loss) for loss in loop.losses]
-        weights = {name: tensor.cpu() for name, tensor in loop.model.state_dict().items()}
-        return Outcome(losses, weights, sum(loop.hits) if isinstance(loop, Ours) else 0)
-    finally:
-        loop.close()
 
 
 def _that_reads(outcome: Outcome, case: LoopCase) -> int:
@@ -129,7 +126,8 @@ def _timed(findings: Findings, build: Callable[[Setting], LoopCase], setting: Se
     num_warm = 2 if setting.tiny else 4
     loops: dict[str, Loop] = {"plain": Plain(case, device), "ideal": Ideal(case, device)}
     for place in ("cuda", "cpu") if device == "cuda" else ("cpu",):
-        loops[f"rows in {place}"] = Ours(case, device, cache_device=place)
+        loops[f"attach, rows in {place}"] = Attached(case, device, cache_device=place)
+        loops[f"Trainer, rows in {place}"] = ByTrainer(case, device, cache_device=place)
     with ExitStack() as stack:
         for loop in loops.values():
             stack.callback(loop.close)
@@ -157,7 +155,7 @@ def _timed(findings: Findings, build: Callable[[Setting], LoopCase], setting: Se
 
 def _compare_losses(loops: dict[str, Loop]) -> None:
     """Raise a ValueError where loops that are timed do not learn alike."""
-    losses = {name: torch.stack(loop.losses).float().mean().item() for name, loop in loops.items()}
+    losses = {name: float(np.mean(loop.outcome().losses)) for name, loop in loops.items()}
     for name, loss in losses.items():
         if not abs(loss - losses["plain"]) <= 0.02 * abs(losses["plain"]):
             raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {losses}")
@@ -174,104 +172,86 @@ def _epoch_ms(loop: Loop, num_frozen: int, device: str) -> tuple[float, float]:
     return (time.perf_counter() - start) / steps, own / steps
 
 
+def _small_cases(dtype: torch.dtype) -> list[LoopCase]:
+    def case(name: str, build: Callable[[], nn.Module], blocks: str, rows: Rows) -> LoopCase:
+        loss_of = image_loss if name == "vit" else own_loss
+        made = partial(_in, dtype, build)
+        return LoopCase(name, made, blocks, rows, loss_of, 8, 2, autocast_to=None, eps=EPS)
+
+    texts, sizes = random_texts(32, 16, _WORDS), {"heads": 2, "words": _WORDS}
+    return [
+        case(
+            "bert", partial(bert, 64, 4, heads=2), "bert.encoder.layer", random_sentences(32, 16)
+        ),
+        case(
+            "vit", partial(vit, **{**TINY_VIT, "depth": 4}), "blocks", random_images(32, 32, dtype)
+        ),
+        case("gpt2", partial(gpt2, 64, 4, **sizes), "transformer.h", texts),
+        case("llama", partial(llama, 64, 4, **sizes), "model.layers", texts),
+        case("llama with LoRA", partial(_lora, 64, 4, 2, range(3, 4)), _OF_LORA, texts),
+    ]
+
+
 def _in(dtype: torch.dtype, build: Callable[[], nn.Module]) -> nn.Module:
     return build().to(dtype)
 
 
-def _small_cases(dtype: torch.dtype) -> list[LoopCase]:
-    def case(name: str, build: Callable[[], nn.Module], blocks: str, rows: Any, loss: Any) -> Any:
-        return LoopCase(name, partial(_in, dtype, build), blocks, rows, loss, 8, 2, None)
-
-    vit = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 2}
-    bert = partial(build_bert, 64, 4, heads=2, dropout=0.0)
-    texts = random_texts(32, 16, _WORDS)
-    return [
-        case("bert", bert, "bert.encoder.layer", random_sentences(32, 16), _own_loss),
-        case("vit", partial(build_vit, vit), "blocks", random_images(32, 32, dtype), image_loss),
-        case("gpt2", partial(_gpt2, 64, 4), "transformer.h", texts, _own_loss),
-        case("llama", partial(_llama, 64, 4), "model.layers", texts, _own_loss),
-    ]
-
-
-def _small_lora(dtype: torch.dtype) -> list[LoopCase]:
-    build = partial(_in, dtype, partial(_with_lora, partial(_llama, 64, 4), range(3, 4)))
-    texts, blocks = random_texts(32, 16, _WORDS), "base_model.model.model.layers"
-    return [LoopCase("llama with LoRA", build, blocks, texts, _own_loss, 8, 2, None)]
+def _lora(width: int, depth: int, heads: int, blocks: range) -> nn.Module:
+    """Build a Llama with adapters in the upper blocks' attention."""
+    model = llama(width, depth, heads=heads, words=_WORDS)
+    targets = ["q_proj", "v_proj"]
+    return with_lora(model, r=8, target_modules=targets, layers_to_transform=[*blocks])
 
 
 def _bert_base(setting: Setting) -> LoopCase:
     width, depth, heads, length = (64, 6, 2, 16) if setting.tiny else (768, 12, 12, 128)
     batch, steps = (8, 3) if setting.tiny else (32, 12)
-    build = partial(build_bert, width, depth, heads=heads, dropout=0.0)
     rows = random_sentences(batch * steps, length)
-    name = f"BERT, {batch} x {length}"
-    return LoopCase(name, build, "bert.encoder.layer", rows, _own_loss, batch, 2 * depth // 3)
+    return _text(f"BERT, {batch} x {length}", partial(bert, width, depth, heads=heads),
+                 "bert.encoder.layer", rows, batch, depth)  # fmt: skip
 
 
-def _vit_b(setting: Setting) -> LoopCase:
-    shape: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "num_heads": 2}
-    if not setting.tiny:
-        shape = {"img_size": 224, "patch_size": 16, "embed_dim": 768, "num_heads": 12}
-    batch, steps, depth = (8, 3, 6) if setting.tiny else (64, 12, 12)
-    images = random_images(batch * steps, shape["img_size"])
-    build = partial(build_vit, {**shape, "depth": depth})
-    name, workers = f"ViT, {batch} x {shape['img_size']} px", reading_workers(setting)
-    frozen = 2 * depth // 3
-    return LoopCase(name, build, "blocks", images, image_loss, batch, frozen, num_workers=workers)
+def _minilm(setting: Setting) -> LoopCase:
+    width, batch, steps = (48, 8, 3) if setting.tiny else (384, 32, 12)
+    rows = sentences(setting.data, batch * steps, 64)
+    return _text(f"MiniLM's shape, {batch} x 64", partial(bert, width, 6, heads=12),
+                 "bert.encoder.layer", rows, batch, 6)  # fmt: skip
 
 
 def _gpt2_small(setting: Setting) -> LoopCase:
-    width, depth, length = (64, 6, 16) if setting.tiny else (768, 12, 256)
+    width, depth, heads, length = (64, 6, 2, 16) if setting.tiny else (768, 12, 12, 256)
     batch, steps = (4, 3) if setting.tiny else (8, 12)
     rows = random_texts(batch * steps, length, _WORDS)
-    name, build = f"GPT-2, {batch} x {length}", partial(_gpt2, width, depth)
-    return LoopCase(name, build, "transformer.h", rows, _own_loss, batch, 2 * depth // 3)
+    build = partial(gpt2, width, depth, heads=heads, words=_WORDS)
+    return _text(f"GPT-2, {batch} x {length}", build, "transformer.h", rows, batch, depth)
 
 
 def _llama_lora(setting: Setting) -> LoopCase:
-    width, depth, length = (64, 6, 16) if setting.tiny else (1024, 16, 512)
-    batch, steps = (4, 3) if setting.tiny else (4, 12)
-    rows, frozen = random_texts(batch * steps, length, _WORDS), 2 * depth // 3
-    build = partial(_with_lora, partial(_llama, width, depth), range(frozen, depth))
-    name, blocks = f"Llama with LoRA, {batch} x {length}", "base_model.model.model.layers"
-    return LoopCase(name, build, blocks, rows, _own_loss, batch, frozen)
+    width, depth, heads, length = (64, 6, 2, 16) if setting.tiny else (1024, 16, 16, 512)
+    batch, steps = 4, 3 if setting.tiny else 12
+    rows = random_texts(batch * steps, length, _WORDS)
+    build = partial(_lora, width, depth, heads, range(2 * depth // 3, depth))
+    return _text(f"Llama with LoRA, {batch} x {length}", build, _OF_LORA, rows, batch, depth)
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Any:
-    return model(**batch).loss
+def _text(  # noqa: PLR0913 - a case's fields, in their order
+    name: str, build: Callable[[], nn.Module], blocks: str, rows: Rows, batch: int, depth: int
+) -> LoopCase:
+    return LoopCase(name, build, blocks, rows, own_loss, batch, 2 * depth // 3)
 
 
-def _gpt2(width: int, depth: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _vit_b(setting: Setting) -> LoopCase:
+    return vit_case(setting, 3 if setting.tiny else 12)
 
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=_WORDS, n_embd=width, n_layer=depth, n_head=max(2, width // 64),
-        embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=1,
+
+def vit_case(setting: Setting, steps: int) -> LoopCase:
+    """Return the ViT whose steps are timed, with so many an epoch, on random images."""
+    shape: dict[str, Any] = TINY_VIT
+    if not setting.tiny:
+        shape = {"img_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    batch, depth = 8 if setting.tiny else 64, shape["depth"]
+    images = Rows(random_images(256, shape["img_size"]).columns, batch * steps)
+    return LoopCase(
+        f"ViT, {batch} x {shape['img_size']} px", partial(vit, **shape), "blocks", images,
+        image_loss, batch, 2 * depth // 3, num_workers=reading_workers(setting),
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def _llama(width: int, depth: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    heads = max(2, width // 64)
-    config = LlamaConfig(
-        vocab_size=_WORDS, hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
-        num_key_value_heads=heads // 2, intermediate_size=3 * width, use_cache=False,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def _with_lora(build: Callable[[], nn.Module], blocks: range) -> nn.Module:
-    """Give the upper blocks' attention adapters."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=8, target_modules=["q_proj", "v_proj"], layers_to_transform=[*blocks], lora_dropout=0.0
-    )
-    model: nn.Module = get_peft_model(build(), config)
-    return model

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from experiments.benchmarks.measuring.timed_loop import RivalTask
-from experiments.gpu_check.both_sides import our_trainer, take_steps
 from experiments.gpu_check.findings import Findings, Setting
-from experiments.gpu_check.workloads import Rows, fine_tuned_vit
+from experiments.gpu_check.loops import make_trainer
+from experiments.gpu_check.workloads import LoopCase, Rows, fine_tuned_vit
+from freeze import NeverFreeze
 
 _SHARE, _STEPS = 0.6, 3
 
@@ -24,17 +25,16 @@ _SHARE, _STEPS = 0.6, 3
 def run(findings: Findings, setting: Setting) -> None:
     """Train with room and without, on a batch whose activations are most of what is held."""
     small, batch = fine_tuned_vit(setting), 64 if setting.tiny else 256
-    assert isinstance(small.dataset, Rows)
-    rows = Rows(small.dataset.columns, _STEPS * batch)
-    task = RivalTask(small.name, small.num_layers, small.build, rows, small.loss_of, batch)
+    rows = Rows(small.rows.columns, _STEPS * batch)
+    case = replace(small, rows=rows, batch_size=batch)
     modelled: list[int] = []
     for name, share in (("with room", None), (f"{_SHARE:.0%} of that", _SHARE)):
-        action = partial(_trained, task, setting.device, share, modelled)
-        findings.check(f"{task.name}, {batch} images, {name}", action)
+        action = partial(_trained, case, setting.device, share, modelled)
+        findings.check(f"{case.name}, {batch} images, {name}", action)
 
 
 def _trained(
-    task: RivalTask, device: str, share: float | None, modelled: list[int]
+    case: LoopCase, device: str, share: float | None, modelled: list[int]
 ) -> Mapping[str, Any]:
     """Train some steps.
 
@@ -51,9 +51,10 @@ def _trained(
         held = torch.cuda.memory_allocated()
     else:
         taken, settings, held = None, {"memory_limit_bytes": limit}, 0
-    with our_trainer(task, task.build(), device, frozen=(0,), **settings) as trainer:
+    with make_trainer(case, device, freeze=NeverFreeze(), epochs=1, **settings) as trainer:
         trainer.begin()
-        take_steps(trainer.step, _STEPS)
+        for _ in range(_STEPS):
+            trainer.step()
         assert trainer.decision is not None
         plan = trainer.decision.plan
         modelled.append(max(plan.peak_bytes))

@@ -8,78 +8,68 @@ from __future__ import annotations
 import cProfile
 import pstats
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from experiments.gpu_check.both_sides import our_trainer, plain_loop, take_steps, two_thirds
 from experiments.gpu_check.device_time import synchronize
 from experiments.gpu_check.findings import Findings, Setting
-from experiments.gpu_check.workloads import vit_task
+from experiments.gpu_check.loops import ByTrainer, Ideal, Plain
+from experiments.gpu_check.phases.loops import vit_case
 
 TRACE = "warm_steps.json.gz"
-_PROFILED, _STEPS_AN_EPOCH, _MOST_FUNCTIONS = 3, 12, 30
+_STEPS, _MOST_FUNCTIONS = 3, 30
 _RANGE = "profiled steps"
 
 
 def run(findings: Findings, setting: Setting) -> None:
     """Profile the ViT's steps in an epoch whose rows have all been read before."""
-    findings.check("warm steps of the ViT", lambda: _profile_both(findings, setting))
+    findings.check("warm steps of the ViT", lambda: _profile_all(findings, setting))
 
 
-def _profile_both(findings: Findings, setting: Setting) -> None:
-    task, device = vit_task(setting, _STEPS_AN_EPOCH), setting.device
-    model, deep = task.build(), two_thirds(task)
-    for who, keeps in (("plain", False), ("ideal", True)):
-        loop = plain_loop(task, model, device, keeps=keeps)
-        loop.freeze(deep)
-        take_steps(loop.step, 2 * _STEPS_AN_EPOCH)
-        theirs = _profiled(loop.step, device)
-        findings.note(who, **theirs)
-    with our_trainer(task, model, device, frozen=(deep,) * 4) as trainer:
-        trainer.begin()
-        trainer.step()
-        _print_host_profile("steps that fill", trainer.step)
-        take_steps(trainer.step, 2 * _STEPS_AN_EPOCH - trainer.global_step + 1)
-        _print_host_profile("warm steps", trainer.step)
-        breakdowns: list[Any] = []
-        found = _profiled(
-            lambda: breakdowns.append(trainer.step().breakdown), device, Path(setting.out, TRACE)
-        )
-    parts = {
-        f"host_{name}_ms": 1e3 * sum(one[name] for one in breakdowns) / _PROFILED
-        for name in breakdowns[0]
-    }
-    share = theirs["step_ms"] / found["step_ms"]
-    findings.note("ours", of_ideal=share, **found, **parts, rows_read=trainer.report.cache_hits)
+def _profile_all(findings: Findings, setting: Setting) -> None:
+    """Profile warm epochs of a few steps."""
+    case, device = vit_case(setting, _STEPS), setting.device
+    ideal_ms = None
+    for who, kind in (("plain", Plain), ("ideal", Ideal), ("ours", ByTrainer)):
+        with kind(case, device) as loop:
+            loop.epoch(0)
+            epoch = partial(loop.epoch, case.num_frozen)
+            _print_host_profile(f"{who}, steps that fill", epoch)
+            epoch()
+            _print_host_profile(f"{who}, warm steps", epoch)
+            trace = Path(setting.out, TRACE) if who == "ours" else None
+            found = _profiled(epoch, device, trace)
+            share = ideal_ms and ideal_ms / found["step_ms"]
+            findings.note(who, of_ideal=share, **found, rows_read=loop.rows_read)
+        ideal_ms = found["step_ms"] if who == "ideal" else None
 
 
-def _print_host_profile(what: str, step: Callable[[], object]) -> None:
+def _print_host_profile(what: str, action: Callable[[], object]) -> None:
     """Print, into the log, the functions in which the host is longest."""
     found = cProfile.Profile()
-    found.runcall(take_steps, step, _PROFILED)
-    print(f"==== host, {_PROFILED} {what}")
-    pstats.Stats(found).sort_stats("tottime").print_stats(_MOST_FUNCTIONS)
-    pstats.Stats(found).sort_stats("cumtime").print_stats(_MOST_FUNCTIONS)
+    found.runcall(action)
+    print(f"==== host, {_STEPS} {what}")
+    for order in ("tottime", "cumtime"):
+        pstats.Stats(found).sort_stats(order).print_stats(_MOST_FUNCTIONS)
 
 
-def _profiled(
-    step: Callable[[], object], device: str, trace: Path | None = None
-) -> dict[str, Any]:
-    """Profile some steps; return their figures, of one step each."""
+def _profiled(epoch: Callable[[], object], device: str, trace: Path | None) -> dict[str, Any]:
+    """Profile an epoch; return its figures, of one step each."""
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     synchronize(device)
     with profile(activities=activities) as found:
         with record_function(_RANGE):
-            take_steps(step, _PROFILED)
+            epoch()
         synchronize(device)
     if trace is not None:
         found.export_chrome_trace(str(trace))
-    return summed_up(found.events(), num_steps=_PROFILED)
+    return summed_up(found.events(), num_steps=_STEPS)
 
 
 def summed_up(events: Iterable[Any], *, num_steps: int) -> dict[str, Any]:

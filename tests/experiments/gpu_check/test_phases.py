@@ -14,12 +14,12 @@ import torch
 from torch.autograd import DeviceType
 
 from experiments.gpu_check.__main__ import main
+from experiments.gpu_check.loops import Outcome
 from experiments.gpu_check.pack import MOST_BYTES, SENTENCES, SOURCES, VIT, VOCABULARY, pack
 from experiments.gpu_check.phases import marked_tests, step_profile
 from experiments.gpu_check.short_runs import (
     EXACTLY,
     IN_FLOAT64,
-    Outcome,
     ShortRun,
     compared,
     compared_losses,
@@ -61,7 +61,7 @@ def test_tests_of_gpus_are_collected_on_a_machine_that_lacks_what_others_import(
 @pytest.mark.parametrize("model", ["vit", "bert"])
 @pytest.mark.slow
 def test_the_ideal_loop_learns_what_the_plain_one_does(model: str) -> None:
-    run = ShortRun((0, 3, 3, 1), model, "float64")
+    run = ShortRun((0, 3, 3, 1, 1, 0), model, "float64")
     kept = trained_plainly(run, "cpu", keeps=True)
     compared(kept, trained_plainly(run, "cpu"), IN_FLOAT64)
 
@@ -177,6 +177,6 @@ def test_two_phases_are_rehearsed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_phases_are_rehearsed(tmp_path: Path) -> None:
     phases = rehearse(tmp_path, "--seconds", "900")
-    timed = [line for line in phases["step_times"]["lines"] if line["of_ideal"] is not None]
-    assert len(timed) == 8
+    timed = [line for line in phases["loops"]["lines"] if line["of_ideal"] is not None]
+    assert len(timed) == 5 * 3 * 2
     assert len(list(tmp_path.iterdir())) <= 8

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.gpu_check.frozen_loops import Ideal, Loop, LoopCase, Plain
+from experiments.gpu_check.loops import ByHand, Ideal, Plain
 from experiments.gpu_check.phases.loops import _small_cases
+from experiments.gpu_check.workloads import LoopCase
 
 CASES = {case.name: case for case in _small_cases(torch.float64)}
 
 
-def losses_of(loop: Loop) -> torch.Tensor:
+def losses_of(loop: ByHand) -> torch.Tensor:
     for num_frozen in (0, 2, 2, 2):
         loop.epoch(num_frozen)
     return torch.stack(loop.losses)
