@@ -101,6 +101,7 @@ class Experiment:
 class Options:
     """Hold what the command line says."""
 
+    table: str
     scale: float
     device: str
     partitions: tuple[int, ...]
@@ -113,21 +114,25 @@ class Options:
         return [torch.device("cuda", i % torch.cuda.device_count()) for i in range(num)]
 
 
-def parse_options(description: str | None, *, scale: float) -> Options:
-    """Read the command line; the scale given is the default. An error ends the process."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--scale", type=float, default=scale, help="1 is the published size")
+def parse_options(description: str | None, tables: Sequence[str]) -> Options:
+    """Read the command line. An error ends the process."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=tables)
+    parser.add_argument("--scale", type=float, help="1 is the published size; usually 0.125")
     parser.add_argument("--devices", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=int, default=3, help="measured, after one to warm up")
     given = parser.parse_args()
-    if not 0 < given.scale <= 1:
-        parser.error(f"--scale is {given.scale}; give a number over 0 and up to 1")
+    scale = given.scale or (0.25 if given.table.startswith("resnet") else 0.125)
+    if not 0 < scale <= 1:
+        parser.error(f"--scale is {scale}; give a number over 0 and up to 1")
     if min(given.partitions) < 1 or given.steps < 1:
         parser.error("--partitions and --steps count from 1")
     if given.devices == "cuda" and not torch.cuda.is_available():
         parser.error("--devices cuda: torch finds no CUDA device here; use --devices cpu")
-    return Options(given.scale, given.devices, tuple(given.partitions), given.steps)
+    return Options(given.table, scale, given.devices, tuple(given.partitions), given.steps)
 
 
 class WarmExperiment:
