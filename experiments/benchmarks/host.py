@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from autodp import shuffled
 from experiments.benchmarks.measuring.bars import Bars
 from experiments.benchmarks.measuring.loop_by_hand import ByHand, Case
-from experiments.benchmarks.measuring.narrow_models import CASES
+from experiments.benchmarks.measuring.models_by_hand import NARROW
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
 from pipetransformer import FreezeContext, Trainer, attach, named_optimizer
 
@@ -203,7 +203,7 @@ class Subject:
     def __init__(self, name: str) -> None:
         self.name, self.is_attached = name, name.startswith("attach_")
         kind, _, self.state = name.removeprefix("attach_").rpartition("_")
-        self.case = CASES[kind](NUM_STEPS)
+        self.case = NARROW[kind](NUM_STEPS)
         self.bars = Bars(most={"main": MOST[self.state], "process": MOST_OF_PROCESS})
         if name.startswith("attach_") and self.state == "warm":
             self.bars = Bars(most={"main": MOST_ATTACHED_WARM, "process": MOST_OF_PROCESS})
@@ -251,7 +251,7 @@ class Subject:
 
 def subjects() -> list[str]:
     """Name what can be measured here."""
-    kinds = [kind for kind in CASES if kind != "gpt2_lora" or HAS_PEFT]
+    kinds = [kind for kind in NARROW if kind != "gpt2_lora" or HAS_PEFT]
     by_trainer = [f"{kind}_{state}" for kind in kinds for state in MOST]
     attached = [f"attach_{k}_{s}" for k in ("bert", "vit", "llama") for s in ("filling", "warm")]
     return by_trainer + attached

@@ -20,19 +20,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
-import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import freeze
 from experiments.benchmarks.measuring.bars import Bars, conclude
+from experiments.benchmarks.measuring.loop_by_hand import Case
+from experiments.benchmarks.measuring.models_by_hand import bert, gpt2, vit
 from experiments.benchmarks.measuring.rounds import ResultsDifferError, bootstrap, seconds_of
 from pipetransformer import attach
 
@@ -43,38 +43,17 @@ BARS = Bars(
 NUM_STEPS, NUM_EPOCHS = 12, 3
 
 
-@dataclass(frozen=True)
-class Case:
-    """Describe a loop.
-
-    Args:
-        blocks: of the model, bottom first.
-        below: runs what lies below the blocks, and the frozen ones.
-        above: the loss from what the frozen blocks return.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-    items: list[dict[str, Tensor]]
-    batch_size: int
-    num_frozen: int
-    blocks: Callable[[Any], Any]
-    below: Callable[[Any, Mapping[str, Tensor], int], Tensor]
-    above: Callable[[Any, Tensor, Mapping[str, Tensor], int], Tensor]
-    loss: Callable[[Any, Mapping[str, Tensor]], Tensor]
-
-
 class Numbered:
     """Give each item with its place, as the dict needs it."""
 
-    def __init__(self, items: list[dict[str, Tensor]]) -> None:
+    def __init__(self, items: Any) -> None:
         self.items = items
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"index": index, **self.items[index]}
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.items[index]
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -101,15 +80,15 @@ def by_hand(case: Case) -> Iterator[float]:
     freeze.apply(model, case.num_frozen, layers=case.blocks(model))
     cache: dict[int, Tensor] = {}
     for _ in range(NUM_EPOCHS):
-        for batch in loader:
-            places = batch.pop("index").tolist()
+        for ids, batch in loader:
+            places = ids.tolist()
             if places[0] not in cache:
                 with torch.no_grad():
                     hidden = case.below(model, batch, case.num_frozen)
                 cache.update(zip(places, hidden, strict=True))
             else:
                 hidden = torch.stack([cache[place] for place in places])
-            yield _step(case.above(model, hidden, batch, case.num_frozen), optimizer)
+            yield _step(case.above(model, hidden, case.labels[ids], case.num_frozen), optimizer)
 
 
 def attached(case: Case, num_epochs: int, **settings: Any) -> Iterator[float]:
@@ -161,14 +140,14 @@ def run(case: Case, folder: Path) -> dict[str, np.ndarray]:
             if last >= 0:
                 second.step()
     for name, one in loops.items():
-        _compare(case, name, one.losses, loops["plain"].losses)
-    _compare(case, "second", second.losses, loops["plain"].losses[:NUM_STEPS])
+        _compare(name, one.losses, loops["plain"].losses)
+    _compare("second", second.losses, loops["plain"].losses[:NUM_STEPS])
     return {name: np.array(one.seconds) for name, one in {**loops, "second": second}.items()}
 
 
-def _compare(case: Case, name: str, losses: list[float], plainly: list[float]) -> None:
+def _compare(name: str, losses: list[float], plainly: list[float]) -> None:
     if not np.allclose(losses, plainly, rtol=1e-4, atol=0):
-        raise ResultsDifferError(f"{case.name}: {name} has losses {losses}, plain has {plainly}")
+        raise ResultsDifferError(f"{name} has losses {losses}, plain has {plainly}")
 
 
 def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -190,97 +169,11 @@ def ratios(seconds: Mapping[str, np.ndarray]) -> dict[str, float]:
     }
 
 
-def texts(num: int, length: int, words: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, words, (num, length), generator=generator)
-    return [
-        {"input_ids": one, "attention_mask": torch.ones_like(one), "labels": one} for one in ids
-    ]
-
-
-def minilm() -> Case:
-    library: Any = transformers
-    config = library.BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
-    )  # fmt: skip
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return library.BertForSequenceClassification(config)
-
-    def below(model: Any, batch: Mapping[str, Tensor], depth: int) -> Tensor:
-        hidden = model.bert.embeddings(batch["input_ids"])
-        for block in model.bert.encoder.layer[:depth]:
-            hidden = block(hidden)
-        return hidden
-
-    def above(model: Any, hidden: Tensor, batch: Mapping[str, Tensor], depth: int) -> Tensor:
-        for block in model.bert.encoder.layer[depth:]:
-            hidden = block(hidden)
-        return F.cross_entropy(model.classifier(model.bert.pooler(hidden)), batch["labels"])
-
-    items = texts(NUM_STEPS * 16, 64, 30000)
-    items = [{**one, "labels": torch.tensor(i % 2)} for i, one in enumerate(items)]
-    return Case(
-        "minilm", build, items, 16, 4, lambda m: m.bert.encoder.layer, below, above,
-        lambda model, batch: model(**batch).loss,
-    )  # fmt: skip
-
-
-def vit() -> Case:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return timm.create_model("vit_small_patch16_224", img_size=112, num_classes=10)
-
-    def below(model: Any, batch: Mapping[str, Tensor], depth: int) -> Tensor:
-        hidden = model.norm_pre(model._pos_embed(model.patch_embed(batch["x"])))
-        return model.blocks[:depth](hidden)
-
-    def above(model: Any, hidden: Tensor, batch: Mapping[str, Tensor], depth: int) -> Tensor:
-        out = model.forward_head(model.norm(model.blocks[depth:](hidden)))
-        return F.cross_entropy(out, batch["y"])
-
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(NUM_STEPS * 16, 3, 112, 112, generator=generator)
-    items = [{"x": image, "y": torch.tensor(i % 10)} for i, image in enumerate(images)]
-    return Case(
-        "vit", build, items, 16, 8, lambda m: m.blocks, below, above,
-        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
-    )  # fmt: skip
-
-
-def gpt2() -> Case:
-    library: Any = transformers
-    config = library.GPT2Config(
-        vocab_size=5000, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return library.GPT2LMHeadModel(config)
-
-    def below(model: Any, batch: Mapping[str, Tensor], depth: int) -> Tensor:
-        body = model.transformer
-        hidden = body.wte(batch["input_ids"]) + body.wpe.weight[: batch["input_ids"].shape[1]]
-        for block in body.h[:depth]:
-            hidden = block(hidden)
-        return hidden
-
-    def above(model: Any, hidden: Tensor, batch: Mapping[str, Tensor], depth: int) -> Tensor:
-        for block in model.transformer.h[depth:]:
-            hidden = block(hidden)
-        logits = model.lm_head(model.transformer.ln_f(hidden))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    return Case(
-        "gpt2", build, texts(NUM_STEPS * 8, 64, 5000), 8, 8, lambda m: m.transformer.h, below,
-        above, lambda model, batch: model(**batch).loss,
-    )  # fmt: skip
-
-
-CASES = {"minilm": minilm, "vit": vit, "gpt2": gpt2}
+CASES: dict[str, Callable[[], Case]] = {
+    "minilm": partial(bert, NUM_STEPS, width=384, heads=12, words=30000, length=64),
+    "vit": partial(vit, NUM_STEPS, width=384, pixels=112, patch=16),
+    "gpt2": partial(gpt2, NUM_STEPS, width=768, words=5000, length=64),
+}
 
 
 def main(names: list[str]) -> int:
