@@ -69,7 +69,6 @@ bench: setup ## Measure the Trainer beside a plain loop, and the engine beside i
 	@$(BIN)/python -m pip install -q -e '.[bench]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.rivals
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine
-	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.benchmarks.engine.components
 
 wheel: setup ## Build the wheel into dist/
 	@# A leftover build/ would carry deleted modules into the wheel.

@@ -28,47 +28,20 @@ from pipetransformer.demo import build_model, load_digits_split
 NUM_STEPS = 20
 
 # The planner below is fixed, too, so that no clock decides what is trained.
+FREEZES = {"model": "bert", "freeze": "schedule:0,2,3"}
 CASES: dict[str, dict[str, Any]] = {
-    "vit, K=1": {"model": "vit", "num_slots": 1, "pipeline_length": 1, "micro_batch_size": 8},
-    "vit, K=2": {"model": "vit", "num_slots": 2, "pipeline_length": 2, "micro_batch_size": 8},
+    "vit, K=1": {"num_slots": 1, "pipeline_length": 1},
+    "vit, K=2": {"num_slots": 2, "pipeline_length": 2},
     "vit, K=2 R=2, 1f1b": {
-        "model": "vit",
-        "num_slots": 4,
-        "pipeline_length": 2,
-        "schedule": "1f1b",
-        "micro_batch_size": 8,
-        "max_grad_norm": 1.0,
+        "num_slots": 4, "pipeline_length": 2, "schedule": "1f1b", "max_grad_norm": 1.0
     },
     "vit, K=2, without flushes": {
-        "model": "vit",
-        "num_slots": 2,
-        "pipeline_length": 2,
-        "weight_versions": "stashed",
-        "micro_batch_size": 8,
+        "num_slots": 2, "pipeline_length": 2, "weight_versions": "stashed"
     },
-    "bert, K=1, frozen": {
-        "model": "bert",
-        "num_slots": 1,
-        "pipeline_length": 1,
-        "micro_batch_size": 8,
-        "freeze": "schedule:0,2,3",
-    },
-    "bert, K=2 R=1, frozen": {
-        "model": "bert",
-        "num_slots": 2,
-        "pipeline_length": 2,
-        "micro_batch_size": 8,
-        "freeze": "schedule:0,2,3",
-    },
-    "bert, R=2, bf16": {
-        "model": "bert",
-        "num_slots": 2,
-        "pipeline_length": 1,
-        "micro_batch_size": 8,
-        "freeze": "schedule:0,2,3",
-        "precision": "bf16",
-    },
-}
+    "bert, K=1, frozen": {"num_slots": 1, "pipeline_length": 1, **FREEZES},
+    "bert, K=2 R=1, frozen": {"num_slots": 2, "pipeline_length": 2, **FREEZES},
+    "bert, R=2, bf16": {"num_slots": 2, "pipeline_length": 1, "precision": "bf16", **FREEZES},
+}  # fmt: skip
 
 
 def evenly(situation: PlanSituation) -> PipelinePlan:
@@ -120,7 +93,7 @@ def _build(name: str) -> tuple[torch.nn.Module, Any]:
 def train(case: dict[str, Any], path: Path) -> None:
     """Train one case, on every rank, and write what rank 0 saw as JSON."""
     settings = {key: value for key, value in case.items() if key not in ("model", "num_slots")}
-    model, dataset = _build(case["model"])
+    model, dataset = _build(case.get("model", "vit"))
     steps = []
     with Trainer(
         model,
@@ -128,6 +101,7 @@ def train(case: dict[str, Any], path: Path) -> None:
         epochs=4,
         max_steps=NUM_STEPS,
         global_batch_size=32,
+        micro_batch_size=8,
         device="cpu",
         progress=False,
         plan=evenly,

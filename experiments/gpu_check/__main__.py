@@ -20,7 +20,6 @@ _SECONDS = {
     "marked_tests": (75, 16),
     "equality": (100, 45),
     "finetuning": (65, 18),
-    "step_profile": (40, 14),
     "pipelines": (60, 50),
     "memory": (40, 14),
 }

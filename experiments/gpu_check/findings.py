@@ -27,7 +27,7 @@ class Setting:
         device: "cuda" or "cpu".
         tiny: tiny models, to rehearse.
         data: what `--pack` has made; None takes random weights, images and sentences.
-        out: for traces; a phase leaves one file there at most.
+        out: for the report.
         scratch: a folder of the phase's own, removed behind it.
         deadline: as of time.time(), when the phase is killed.
     """

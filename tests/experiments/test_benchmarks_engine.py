@@ -7,7 +7,6 @@ import json
 import pytest
 
 from experiments.benchmarks.engine import __main__ as engine
-from experiments.benchmarks.engine import components
 from experiments.benchmarks.engine.process_pipelines import (
     ProcessResults,
     ProcessRuns,
@@ -51,23 +50,3 @@ def test_engine_prints_every_key_with_median_and_interval_in_its_json_line(
         assert isinstance(entry, dict)
         low, high = entry["interval"]
         assert low <= entry["median"] <= high and entry["pairs"] >= 1
-
-
-@pytest.mark.slow
-def test_components_prints_a_row_for_each_component_in_its_json_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Timing the layers takes two seconds and tells nothing here.
-    monkeypatch.setattr(components, "balance_of", lambda *_: [54, 55])
-    components.main(["--quick", "--rounds", "1"])
-    rows = last_line(capsys)["rows"]
-    assert isinstance(rows, list)
-    assert [row["components"] for row in rows if row["applies"]] == [
-        components.PLAIN,
-        components.ORDERED,
-        components.DIRECT,
-    ]
-    for row in rows:
-        if row["applies"]:
-            assert row["samples_per_s"] > 0 and row["peak_kept_bytes"] > 0
-            assert 0 < row["utilisation"]

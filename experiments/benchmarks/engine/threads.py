@@ -7,14 +7,10 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from autopipe.balance import balance_by_time
 from autopipe.gpipe import GPipe, StashedPipeline
-from autopipe.schedule import Op
-from autopipe.trace import Trace
-from experiments.benchmarks.engine.kept_bytes import peak_kept_bytes
 from experiments.benchmarks.engine.stage_copies import (
     MICRO_BATCHES_A_RUN,
     StageCopy,
@@ -222,12 +218,8 @@ def peak_of_1f1b(workload: Encoder, num_stages: int, *, num_micro_batches: int) 
         contestant.step()
         with module.trace() as trace:
             contestant.step()
-        in_flight[schedule] = most_in_flight(trace)
-        peaks[schedule] = peak_kept_bytes(
-            contestant.step,
-            module.partitions[0].children(),
-            [batch.input, batch.target, *module.parameters()],
-        )
+        stage = trace.summary().stages[0]
+        in_flight[schedule], peaks[schedule] = stage.peak_in_flight, stage.peak_bytes
     ratio = peaks["1f1b"] / peaks["gpipe"]
     # Counted, not timed: the program alone decides it, and the interval is a point.
     return Comparison(
@@ -237,10 +229,3 @@ def peak_of_1f1b(workload: Encoder, num_stages: int, *, num_micro_batches: int) 
         1,
         facts={"peak_bytes": peaks, "micro_batches": in_flight},
     )
-
-
-def most_in_flight(trace: Trace) -> int:
-    """Return the most micro-batches that stage 0 had run forward and not yet backward."""
-    changes = {Op.FORWARD: 1, Op.BACKWARD: -1}
-    moves = [changes[s.op] for s in trace.spans if s.stage == 0 and s.op in changes]
-    return int(np.cumsum(moves).max())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,18 +89,17 @@ class Encoder(EngineModel):
 
 @dataclass(frozen=True)
 class UNet(EngineModel):
-    """Describe U-Net (B, C) on square images; its long skips go direct, or through every layer."""
+    """Describe U-Net (B, C) on square images, with its long skips."""
 
     num_blocks: int = 2
     num_channels: int = 16
     side: int = 96
     batch_size: int = 32
-    skips: Literal["direct", "tuple"] = "direct"
     name: str = "unet"
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(0)
-        return unet(self.num_blocks, self.num_channels, dropout=0.0, skips=self.skips)
+        return unet(self.num_blocks, self.num_channels, dropout=0.0)
 
     def mini_batch(self) -> MiniBatch:
         torch.manual_seed(1)

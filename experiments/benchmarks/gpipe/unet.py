@@ -18,7 +18,7 @@ block reduces the 32 to 8: the mirror image of going down, where a first block m
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from torch import Tensor, nn
 from autopipe.skip import Namespace, pop, skippable, stash
 
 NUM_LEVELS = 5
-
-Carried = Tensor | tuple[Tensor, ...]
-"""What flows where skips pass through the layers: the latent and, behind it, the open skips."""
 
 
 class StashLatent(nn.Module):
@@ -51,47 +48,6 @@ class JoinSkip(nn.Module):
 
 Stash = skippable(stash=["skip"])(StashLatent)
 Join = skippable(pop=["skip"])(JoinSkip)
-
-
-def split(input: Carried) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the latent and the skips that are open."""
-    return (input, ()) if isinstance(input, Tensor) else (input[0], input[1:])
-
-
-class StashInTuple(nn.Module):
-    """Open a skip: it rides in front of those opened before."""
-
-    def forward(self, input: Carried) -> Carried:
-        """Return the latent, itself as a skip, and the skips given."""
-        latent, skips = split(input)
-        return (latent, latent, *skips)
-
-
-class JoinInTuple(nn.Module):
-    """Close the skip opened last."""
-
-    def forward(self, input: Carried) -> Carried:
-        """Return the latent concatenated with its skip, and the skips that remain."""
-        latent, (skip, *skips) = split(input)
-        joined = torch.cat((latent, skip), dim=1)
-        return (joined, *skips) if skips else joined
-
-
-class Along(nn.Module):
-    """Run a layer on the latent alone and pass the open skips along.
-
-    Args:
-        layer: from a Tensor to a Tensor.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, input: Carried) -> Carried:
-        """Return the layer's output and the skips given."""
-        latent, skips = split(input)
-        return (self.layer(latent), *skips) if skips else self.layer(latent)
 
 
 def blocks(channels: list[int], dropout: float) -> Iterator[nn.Module]:
@@ -129,24 +85,16 @@ def layers_of(
     yield nn.Conv2d(channels, 1, 1)
 
 
-def unet(
-    num_blocks: int,
-    num_channels: int,
-    *,
-    dropout: float = 0.1,
-    skips: Literal["direct", "tuple"] = "direct",
-) -> nn.Sequential:
+def unet(num_blocks: int, num_channels: int, *, dropout: float = 0.1) -> nn.Sequential:
     """Build U-Net (B, C): B = num_blocks blocks a level, C = num_channels at the top.
 
     Args:
         num_blocks: at least 2, as the bottleneck first doubles and last halves the channels.
         num_channels: even; channels after the first convolution.
         dropout: probability to drop a whole channel at the end of a block.
-        skips: 'direct' declares the long skips, so that a pipeline sends each from its stage to
-            its stage; 'tuple' passes them through every layer in between. Both have the same
-            parameters in the same order.
     Returns:
         44 * B + 21 layers from (batch, 3, H, W) to (batch, 1, H, W); H and W multiples of 32.
+        The long skips are declared: a pipeline sends each from its stage to its stage.
     Raises:
         ValueError: an argument out of its range.
     Source: torchgpipe, section 4.2.2, after Ronneberger et al. 2015. The manual gives the counts
@@ -158,24 +106,12 @@ def unet(
         raise ValueError(f"num_blocks is {num_blocks}; the bottleneck needs at least 2")
     if num_channels < 2 or num_channels % 2:
         raise ValueError(f"num_channels is {num_channels}; give an even number of at least 2")
-    if skips == "direct":
-        namespaces = [Namespace() for _ in range(NUM_LEVELS)]
-        layers = layers_of(
-            num_blocks,
-            num_channels,
-            dropout,
-            stash_at=lambda level: Stash().isolate(namespaces[level]),
-            join_at=lambda level: Join().isolate(namespaces[level]),
-        )
-        return nn.Sequential(*layers)
-    if skips != "tuple":
-        raise ValueError(f"skips is {skips!r}; give 'direct' or 'tuple'")
+    namespaces = [Namespace() for _ in range(NUM_LEVELS)]
     layers = layers_of(
         num_blocks,
         num_channels,
         dropout,
-        stash_at=lambda _: StashInTuple(),
-        join_at=lambda _: JoinInTuple(),
+        stash_at=lambda level: Stash().isolate(namespaces[level]),
+        join_at=lambda level: Join().isolate(namespaces[level]),
     )
-    carriers = (StashInTuple, JoinInTuple)
-    return nn.Sequential(*(x if isinstance(x, carriers) else Along(x) for x in layers))
+    return nn.Sequential(*layers)

@@ -6,6 +6,5 @@ marked_tests  the tests marked cuda
 equality      one device: against the plain loop, cached, resumed, without races
 memory        a run near the memory limit
 finetuning    a pretrained ViT on images: seconds an epoch, accuracy
-step_profile  launches, synchronisations and copies of warm steps
 pipelines     two stages that share the device
 """
