@@ -15,6 +15,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from experiments.finetune.baselines import FREEZING, KEEPS
 from experiments.finetune.finished_run import draw_learning
@@ -196,10 +197,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = read_rows(series, options.rows)
     print(table(rows))
     print("\n".join(gains(rows)))
-    if options.picture is not None:
+    end(series, rows, options.picture)
+
+
+def end(series: Series, rows: Sequence[ComparedRow], picture: Path | None) -> None:
+    """Draw how the rows learned, where that is asked for, and print the JSON line."""
+    if picture is not None:
         runs = {row.name: series.runs_of(row.name) for row in rows}
         curves = {name: [run.learning for run in several] for name, several in runs.items()}
-        draw_learning(curves, options.picture, label=runs[rows[0].name][0].summary["metric"])
+        draw_learning(curves, picture, label=runs[rows[0].name][0].summary["metric"])
     print(json.dumps([asdict(row) for row in rows]))
 
 

@@ -12,13 +12,10 @@ is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
-from experiments.compare import ROWS, read_rows, table
-from experiments.finetune.finished_run import FinishedRun, draw_learning
+from experiments.compare import ROWS, end, read_rows, table
+from experiments.finetune.finished_run import FinishedRun
 from experiments.finetune.series import Series, add_series_options, markdown, series_of, spread
 from experiments.finetune.usage import as_usage, start
 from freeze import POLICY_HELP, named_policy
@@ -110,11 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = {name: series.runs_of(name) for name in names}
     print(table(rows, NONE))
     print(depths_table(runs))
-    if options.picture is not None:
-        picture: Path = options.picture
-        curves = {name: [run.learning for run in several] for name, several in runs.items()}
-        draw_learning(curves, picture, label=runs[NONE][0].summary["metric"])
-    print(json.dumps([asdict(row) for row in rows]))
+    end(series, rows, options.picture)
 
 
 if __name__ == "__main__":

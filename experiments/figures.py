@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # matplotlib is loaded where something is drawn: runs need none of it.
     from matplotlib.axes import Axes
@@ -18,7 +18,8 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
     return Figure(figsize=(width_inches, height_inches), dpi=110, layout=layout)
 
 
-def open_frame(*panels: Axes) -> None:
-    """Hide the top and right sides of panels' frames."""
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
+def open_frame(axes: Axes, **settings: Any) -> None:
+    """Hide the top and right sides of a panel's frame, and rule it; settings are matplotlib's."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e6ea")
+    axes.set(**settings)

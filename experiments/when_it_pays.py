@@ -170,11 +170,8 @@ def draw(points: Sequence[Point], path: Path) -> None:
         own = [point for point in points if point.task == name]
         for number, way in enumerate(dict.fromkeys(point.way for point in own)):
             _draw_way(axes, [point for point in own if point.way == way], f"C{number}")
-        open_frame(axes)
-        axes.grid(axis="y", color="#e4e6ea")
-        axes.set(
-            title=TASKS[name].title, xlabel="share of the unfrozen run's time", xlim=(0, None)
-        )
+        about = {"title": TASKS[name].title, "xlabel": "share of the unfrozen run's time"}
+        open_frame(axes, **about, xlim=(0, None))
     figure.axes[0].set_ylabel("accuracy (%)")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside right center")

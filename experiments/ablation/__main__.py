@@ -79,14 +79,12 @@ def draw_rates(rows: Sequence[PartsRow], path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for row in rows:
         axes.plot(range(len(row.rates)), row.rates, marker=".", label=row.name)
-    open_frame(axes)
-    axes.grid(axis="y", color="#e4e6ea")
+    open_frame(axes, xlabel="epoch", ylabel="samples per second")
     rates = [rate for row in rows for rate in row.rates if rate > 0]
     if rates and max(rates) > _WIDE * min(rates):
         axes.set_yscale("log")
     else:
         axes.set_ylim(0, None)
-    axes.set(xlabel="epoch", ylabel="samples per second")
     axes.legend(frameon=False)
     figure.savefig(path)
 

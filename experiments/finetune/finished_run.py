@@ -109,8 +109,6 @@ def draw_learning(curves: Mapping[str, Sequence[Curve]], path: Path, *, label: s
             seconds, metrics = zip(*curve, strict=True)
             own = name if index == 0 else None
             axes.plot(seconds, metrics, color=f"C{number}", marker=".", label=own)
-    open_frame(axes)
-    axes.grid(axis="y", color="#e4e6ea")
-    axes.set(xlabel="seconds of training", ylabel=label, xlim=(0, None))
+    open_frame(axes, xlabel="seconds of training", ylabel=label, xlim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(path)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import freeze
 from experiments.gpu_check.workloads import LoopCase, Shuffled
-from freeze import FreezeContext
+from freeze import FreezeContext, FreezePolicy
 from pipetransformer import CachedLoop, Trainer, attach, named_optimizer
 from pipetransformer.model import OptimizerFactory
 
@@ -262,7 +262,7 @@ class ByTrainer(Loop):
 
 
 def make_trainer(
-    case: LoopCase, device: str, *, freeze: Callable[[FreezeContext], Any], **settings: Any
+    case: LoopCase, device: str, *, freeze: FreezePolicy | Callable[..., Any], **settings: Any
 ) -> Trainer:
     """Return the Trainer that does as loops by hand do; its caller begins it."""
     return Trainer(

@@ -131,9 +131,7 @@ def draw(learned: dict[str, list[Learning]], path: Path) -> None:
                 continue
             seconds = torch.tensor(one.epoch_s).cumsum(0).tolist()
             axes.plot(seconds, one.accuracies, marker=".", label=one.name)
-        axes.set(title=network, xlabel="seconds of training", ylabel="accuracy, %")
-        open_frame(axes)
-        axes.grid(axis="y", color="#e4e6ea")
+        open_frame(axes, title=network, xlabel="seconds of training", ylabel="accuracy, %")
     all_axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
 

@@ -6,6 +6,7 @@ negligible.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -147,7 +148,7 @@ def gpt2(
     )
 
 
-NARROW = {
+NARROW: dict[str, Callable[[int], Case]] = {
     "bert": bert,
     "vit": vit,
     "llama": llama,

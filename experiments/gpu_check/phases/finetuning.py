@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from experiments.gpu_check.device_time import seconds_on
@@ -39,7 +40,11 @@ def run(findings: Findings, setting: Setting) -> None:
             )
 
     def check(
-        name: str, frozen: tuple[int, ...], make: type[Loop], ideal: str = "", **own: object
+        name: str,
+        frozen: tuple[int, ...],
+        make: Callable[..., Loop],
+        ideal: str = "",
+        **own: object,
     ) -> None:
         findings.check(name, lambda: train(name, frozen, make(case, device, **own), ideal))
 
