@@ -115,19 +115,14 @@ def llama(num_steps: int) -> Case:
 
 
 def gpt2(
-    num_steps: int,
-    *,
-    width: int = WIDTH,
-    words: int = WORDS,
-    length: int = 16,
-    has_adapters: bool = False,
+    num_steps: int, *, width: int = WIDTH, words: int = WORDS, length: int = 16, lora: bool = False
 ) -> Case:
     def whole(model: Any) -> Any:
-        return model.base_model.model if has_adapters else model
+        return model.base_model.model if lora else model
 
     def build() -> nn.Module:
         model = random_models.gpt2(width, 12, heads=max(2, width // 64), words=words)
-        if not has_adapters:
+        if not lora:
             return model
         return random_models.with_lora(
             model, task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True
@@ -149,9 +144,6 @@ def gpt2(
 
 
 NARROW: dict[str, Callable[[int], Case]] = {
-    "bert": bert,
-    "vit": vit,
-    "llama": llama,
-    "gpt2_lora": partial(gpt2, has_adapters=True),
-}
+    "bert": bert, "vit": vit, "llama": llama, "gpt2_lora": partial(gpt2, lora=True)
+}  # fmt: skip
 """By name, functions of the steps of an epoch."""
