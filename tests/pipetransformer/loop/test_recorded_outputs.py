@@ -87,7 +87,7 @@ def train(
         ({"freeze": 2, "dry_run": True}, "output_attentions", qwen),
         slow({"freeze": 2, "dry_run": True}, "output_router_logits", mixtral),
     ],
-    ids=str,
+    ids=["cache=False", "dry_run", "mixtral"],
 )
 def test_a_callback_adds_nothing_to_what_a_model_gathers(
     settings: Any, option: str, build: Callable[..., nn.Module], tmp_path: Path
