@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from pipetransformer.loop.cached_loop import CachedLoop, attach
 from pipetransformer.loop.freeze_advice import FreezeAdvice
+from pipetransformer.loop.top_logits import TopAnswer, TopLogits
 
 if TYPE_CHECKING:
     from pipetransformer.loop.lightning_callback import LightningFreezeCallback
     from pipetransformer.loop.transformers_callback import FreezeCallback
 
-__all__ = ["CachedLoop", "FreezeAdvice", "FreezeCallback", "LightningFreezeCallback", "attach"]
+__all__ = [
+    "CachedLoop", "FreezeAdvice", "FreezeCallback", "LightningFreezeCallback", "TopAnswer",
+    "TopLogits", "attach",
+]  # fmt: skip
 
 _LAZY = {
     "FreezeCallback": "transformers_callback",

@@ -76,6 +76,8 @@ class LoopCall:
 def guessed_call(model: nn.Module, names: Sequence[str]) -> LoopCall | None:
     """Guess what a loop gives its model of a batch's entries; None where names say nothing."""
     own = names_of(model)
+    if not own.inputs and _takes_any_name(model):
+        return None
     if not own.inputs:
         raise ValueError(
             f"the forward of this {type(unwrapped(model)).__name__} names nothing that it is "
@@ -94,6 +96,11 @@ def guessed_call(model: nn.Module, names: Sequence[str]) -> LoopCall | None:
 def _needed(model: nn.Module) -> set[str]:
     """Return the parameters that have no default."""
     return {one.name for one in _signature(model) if one.default is inspect.Parameter.empty}
+
+
+def _takes_any_name(model: nn.Module) -> bool:
+    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
 
 def _signature(model: nn.Module) -> list[inspect.Parameter]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -52,7 +52,8 @@ class _Answer:
 class Packing:
     """Put what parts return for samples into one tensor, (N, ...), and take it out again.
 
-    A single tensor stays what it is. Several become bytes, (N, B), in the order of the parts.
+    A single tensor stays what it is. Several become bytes, (N, B), in the order of the parts; of
+    padded texts (N, S, B), so that a row is as long as its text.
     Where a sample has any number of entries, such as one for each of its images, its bytes begin
     with these numbers, int64, one for each tensor; a sample of too many has -1, and no row.
 
@@ -60,11 +61,13 @@ class Packing:
         answers: one for each part.
         names: of the parts, for errors.
         most_bytes: that a sample's entries may take; None where each has one entry.
+        num_leading: dimensions that all tensors share: 1, of samples, or 2, of positions, too.
     """
 
     answers: tuple[_Answer, ...]
     names: tuple[str, ...]
     most_bytes: int | None = None
+    num_leading: int = 1
 
     @classmethod
     def of(cls, flat: Mapping[str, _Flat], num_samples: int) -> Packing:
@@ -90,7 +93,9 @@ class Packing:
 
     @property
     def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
-        return [shape for answer in self.answers for shape in answer.shapes]
+        """Return shapes behind what all tensors share, and dtypes."""
+        first = self.num_leading - 1
+        return [(shape[first:], d) for answer in self.answers for shape, d in answer.shapes]
 
     def lacks(self, rows: Tensor) -> bool:
         """Return whether one of the rows is none, as its sample has too many entries."""
@@ -114,7 +119,9 @@ class Packing:
             _refuse_unknown(name, leaves)
             num = num_samples if self.most_bytes is None else None
             found = _answer_of(name, leaves, spec, num)
-            is_alike = self.is_single or found.shapes == known.shapes
+            shapes = [(shape[self.num_leading - 1 :], d) for shape, d in found.shapes]
+            due = [(shape[self.num_leading - 1 :], d) for shape, d in known.shapes]
+            is_alike = self.is_single or shapes == due
             if spec != known.spec or not is_alike or not _are_same(found.leaves, known.leaves):
                 raise UnlikeAnswerError(
                     f"{name!r} returns {_spelled(found)} for some samples, and "
@@ -130,8 +137,9 @@ class Packing:
             return tensors[0]
         if self.most_bytes is not None:
             return self._counted(tensors, self.most_bytes)
-        flat = [_copied(one.detach().reshape(len(one), -1)) for one in tensors]
-        return torch.cat([one.view(torch.uint8) for one in flat], dim=1)
+        leading = self.num_leading
+        flat = [_copied(one.detach().reshape(*one.shape[:leading], -1)) for one in tensors]
+        return torch.cat([one.view(torch.uint8) for one in flat], dim=-1)
 
     def _counted(self, tensors: Sequence[Tensor], most_bytes: int) -> Tensor:
         counts = torch.tensor([len(one) for one in tensors], device=tensors[0].device)
@@ -164,11 +172,12 @@ class Packing:
         if self.most_bytes is not None:
             return self._uncounted(rows)
         shapes = self._shapes
-        pieces = rows.split([shape.numel() * dtype.itemsize for shape, dtype in shapes], dim=1)
+        leading = rows.shape[: self.num_leading]
+        pieces = rows.split([shape.numel() * dtype.itemsize for shape, dtype in shapes], dim=-1)
         return [
-            _copied(piece).view(dtype).view(len(rows), *shape)
+            _copied(piece).view(dtype).view(*leading, *shape)
             if shape.numel()
-            else rows.new_empty((len(rows), *shape), dtype=dtype)
+            else rows.new_empty((*leading, *shape), dtype=dtype)
             for piece, (shape, dtype) in zip(pieces, shapes, strict=True)
         ]
 
@@ -359,7 +368,10 @@ def present_parts(
         read = {
             name for name in varied if name in entries and _is_read(entries, name, run, record)
         }
-        mask = _padding_mask(entries, read, rows, run, record, packing) if read else None
+        by_position = _by_position(packing, entries, read, record)
+        mask = None
+        if by_position is not None and _is_padding_unread(entries, run, record, by_position):
+            mask, packing = PADDING_MASK, by_position
     row = _row(model, record, packing)
     # A module by itself is given what others read, too.
     if (varied and (mask or not read)) or any(part is model for part in row.blocks):
@@ -541,34 +553,40 @@ def _is_read(entries: Entries, name: str, run: Callable[[Entries], Any], record:
     return False
 
 
-def _padding_mask(
-    entries: Entries,
-    read: set[str],
-    rows: Tensor,
-    run: Callable[[Entries], Any],
-    record: _Record,
-    packing: Packing,
-) -> str | None:
-    """Return the mask's name if nothing depends on what a part returns behind a text's end.
+def _by_position(
+    packing: Packing, entries: Entries, read: set[str], record: _Record
+) -> Packing | None:
+    """Return how rows are as long as their texts; None where parts do not return texts."""
+    half = half_padded(entries.get(PADDING_MASK))
+    if half is None or PADDING_MASK not in read or packing.most_bytes is not None:
+        return None
+    tensors = _tensors({name: record.answers[name] for name in record.parts})
+    if any(one.shape[:2] != half.shape for one in (*tensors, *(entries[name] for name in read))):
+        return None
+    return packing if packing.is_single else replace(packing, num_leading=2)
+
+
+def _is_padding_unread(
+    entries: Entries, run: Callable[[Entries], Any], record: _Record, packing: Packing
+) -> bool:
+    """Return whether nothing depends on what parts return behind a text's end.
 
     The second half of the first sample is made padding, and its part of the row zeros.
     """
-    half = half_padded(entries.get(PADDING_MASK))
-    if half is None or PADDING_MASK not in read or not packing.is_single:
-        return None
-    if any(one.shape[:2] != half.shape for one in (rows, *(entries[name] for name in read))):
-        return None
+    half = half_padded(entries[PADDING_MASK])
+    assert half is not None
     record.answers, record.order = {}, []
     with record.listening():
         whole = tree_leaves(run({**entries, PADDING_MASK: half}))
-    (own,) = (leaf for leaf in _leaves(record.answers) if isinstance(leaf, Tensor))
-    cut = own.masked_fill((half == 0).view(*half.shape, *(1 for _ in own.shape[2:])), 0)
+    own = _tensors({name: record.answers[name] for name in record.parts})
+    rows = packing.joined(own)
+    cut = rows.masked_fill((half == 0).view(*half.shape, *(1 for _ in rows.shape[2:])), 0)
     parts = tuple(record.parts.values())
     with served(parts, lambda part: packing.unpacked(part, cut)):
         found = tree_leaves(run({**entries, PADDING_MASK: half}))
-    # The part's own answer may be handed on to the loop, which is no matter of the model.
-    pairs = [(a, b) for a, b in zip(found, whole, strict=True) if b is not own]
-    return PADDING_MASK if all(are_equal(a, b) for a, b in pairs) else None
+    # The parts' own answers may be handed on to the loop, which is no matter of the model.
+    pairs = zip(found, whole, strict=True)
+    return all(are_equal(a, b) for a, b in pairs if not any(b is one for one in own))
 
 
 def _leaves(answers: Mapping[str, tuple[list[Any], TreeSpec]]) -> list[Any]:

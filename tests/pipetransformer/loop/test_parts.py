@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from pipetransformer import FreezeCallback, attach
-from tests.helpers.part_models import CASES, NUM_SAMPLES, PartCase
+from pipetransformer import FreezeCallback, TopLogits, attach
+from tests.helpers.part_models import CASES, NUM_SAMPLES, PartCase, padded
 from tests.helpers.pool import Pool
 
 _EPOCHS, _BATCH = 3, 4
@@ -467,3 +467,79 @@ def test_entries_that_know_other_samples_have_no_rows(
         assert cached.stats.hits == 0
     assert "no cache of 'tower'" in caplog.text
     assert losses == expected
+
+
+class _Language(nn.Module):
+    """A causal model of texts, (N, S) to logits (N, S, 50)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, width), nn.Linear(width, 50)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.embed(input_ids) * attention_mask[..., None]
+        summed = hidden.cumsum(1) / attention_mask.cumsum(1)[..., None].clamp(1)
+        answer: Tensor = self.head(torch.tanh(self.mix(summed)))
+        return answer
+
+
+def _texts() -> list[dict[str, Tensor]]:
+    torch.manual_seed(3)
+    lengths = [4 + index % 5 for index in range(NUM_SAMPLES)]
+    return [
+        {"input_ids": torch.randint(1, 50, (num,)), "attention_mask": torch.ones(num).long()}
+        for num in lengths
+    ]
+
+
+def _distilled(
+    student: nn.Module, teacher: nn.Module, epoch: Callable[[Any], Iterable[Any]]
+) -> list[float]:
+    torch.manual_seed(2)
+    loader = DataLoader(_texts(), batch_size=_BATCH, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]
+    optimizer, losses = torch.optim.SGD(student.parameters(), lr=0.1), []
+    for _ in range(_EPOCHS):
+        for batch in epoch(loader):
+            with torch.no_grad():
+                told = teacher(**batch)
+            own = student(**batch).log_softmax(-1).gather(-1, told.indices.long())
+            each = (told.log_probs.exp() * (told.log_probs - own)).sum(-1)
+            mask = batch["attention_mask"]
+            loss = (each * mask).sum() / mask.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_a_teacher_of_texts_keeps_its_largest_logits() -> None:
+    torch.manual_seed(0)
+    student, teacher = _Language(8), TopLogits(_Language(16), 5)
+    plain, mentor = copy.deepcopy(student), copy.deepcopy(teacher).eval()
+    expected = _distilled(plain, mentor, lambda loader: loader)
+    runs = list[int]()
+    run = teacher.model.mix.forward
+    teacher.model.mix.forward = lambda x: [run(x), runs.append(0)][0]
+    with attach(student, parts=[teacher]) as cached:
+        counts = list[int]()
+
+        def epoch(loader: Any) -> Iterable[Any]:
+            yield from cached.epoch(loader)
+            counts.append(len(runs))
+
+        assert _distilled(student, teacher, epoch) == pytest.approx(expected, rel=1e-5)
+        assert cached.stats.hits == NUM_SAMPLES
+        assert cached._rows is not None
+        content = cached._rows.feed.keeper.format.content
+    assert counts[-1] == counts[-2]
+    # Five logits and indices, and a sum, of 4 bytes each, for each token.
+    assert content.positions is not None
+
+
+def test_what_has_no_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep at least 1"):
+        TopLogits(nn.Linear(2, 2), 0)
+    with pytest.raises(ValueError, match="does not return logits of 3 classes"):
+        TopLogits(nn.Linear(2, 2), 3)(torch.ones(1, 2))
