@@ -13,7 +13,7 @@ and its samples read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -23,8 +23,10 @@ from torch.utils.data import DataLoader
 
 from pipetransformer.feed import Batch, Collation
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
+from pipetransformer.loop.bundles import bundles_of, signed
 from pipetransformer.loop.pieces import Pieces, SampleRows, order_of_rows
 
+_MOST_ALONE = 256
 _SIZES = (2, 4)
 """Even, as some collate_fn take even numbers of samples alone, such as timm's Mixup."""
 
@@ -38,17 +40,23 @@ class BatchForm:
         example: a batch.
         names: of the entries, in order.
         is_whole: whether a batch has nothing but entries.
-        rows: of each entry.
+        rows: of each entry; a bundle has any number of them for a sample.
+        bundles: names of these.
     """
 
     example: Any
     names: tuple[str, ...]
     is_whole: bool
     rows: Mapping[str, SampleRows]
+    bundles: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(base: DataLoader[Any]) -> BatchForm:
-        """Have the collate_fn of a loader make batches of its first sample."""
+    def of(base: DataLoader[Any], *, has_bundles: bool = False) -> BatchForm:
+        """Have the collate_fn of a loader make batches of its first sample.
+
+        Args:
+            has_bundles: whether entries may have other numbers of rows for some samples.
+        """
         dataset: Any = base.dataset
         found: list[dict[str, int]] = []
         for size in _SIZES:
@@ -60,6 +68,10 @@ class BatchForm:
         if several := {n: num for n, num in nums.items() if num > 1}:
             collate = base.collate_fn
             rows |= order_of_rows(lambda items: dict(_leaves(collate(items))), dataset, several)
+        bundles = frozenset[str]()
+        if has_bundles:
+            bundles = bundles_of(base, lambda batch: dict(_leaves(batch)), [*leaves])
+            rows |= dict.fromkeys(bundles, SampleRows())
         names = tuple(name for name in leaves if name in rows)
         if not names:
             has = ", ".join(f"{name!r} of {_described(leaf)}" for name, leaf in leaves.items())
@@ -67,14 +79,25 @@ class BatchForm:
                 f"a batch of {_SIZES[-1]} samples has {has}: nothing in it has a row for each "
                 "sample, as a collate_fn that joins samples to one row makes it"
             )
-        return BatchForm(batch, names, len(names) == len(leaves), rows)
+        return BatchForm(batch, names, len(names) == len(leaves), rows, bundles)
 
-    def in_pieces(self, pieces: Pieces, bundles: Collection[str] = ()) -> BatchForm:
-        """Return the form without entries that pieces of samples, and bundles, do not hold."""
-        rows = self.rows
-        held = (n for n in self.names if n in bundles or pieces.column_of(rows[n]) is not None)
-        names = tuple(held)
+    def in_pieces(self, pieces: Pieces) -> BatchForm:
+        """Return the form without entries that pieces of samples have no room for."""
+        names = tuple(n for n in self.names if pieces.column_of(self.rows[n]) is not None)
         return replace(self, names=names, is_whole=len(names) == len(self.leaf_names))
+
+    def bundling(self, names: Collection[str]) -> BatchForm:
+        """Return the form with these entries as bundles, and no other bundle."""
+        others = self.bundles - {*names}
+        held = tuple(name for name in self.names if name not in others)
+        rows = {**self.rows, **dict.fromkeys(names, SampleRows())}
+        return replace(
+            self,
+            names=held,
+            is_whole=self.is_whole and not others,
+            rows=rows,
+            bundles=frozenset(names),
+        )
 
     @property
     def leaf_names(self) -> dict[str, Any]:
@@ -159,7 +182,7 @@ class LoaderCollation(Collation):
         calls: of the model, by their columns; by an entry's name, the parameter that is given it.
         reserved: names of parameters that no other entry may have.
         pieces: of samples. Where there are several, items are theirs.
-        bundles: parameters whose entries have k rows a sample: (N * k, ...), here (N, k, ...).
+        alone: bundles of samples that were read last, by index and name.
     """
 
     form: BatchForm | None = None
@@ -167,7 +190,7 @@ class LoaderCollation(Collation):
     calls: tuple[dict[str, str], ...] = ()
     reserved: frozenset[str] = frozenset()
     pieces: Pieces = Pieces()
-    bundles: frozenset[str] = frozenset()
+    alone: dict[int, Batch] = field(default_factory=dict, compare=False)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -181,11 +204,7 @@ class LoaderCollation(Collation):
 
     def collate(self, items: list[Any], ids: Sequence[int]) -> Batch:
         if self.pieces.num == 1:
-            named = self.named(self._entries(items, ids))
-            return {
-                name: (entry.unflatten(0, (len(ids), -1)) if name in self.bundles else entry).cpu()
-                for name, entry in named.items()
-            }
+            return {n: t.cpu() for n, t in self.named(self._entries(items, ids)).items()}
         assert self.form is not None
         # Each sample once, whatever pieces of it are asked for.
         samples = {index // self.pieces.num: item for index, item in zip(ids, items, strict=True)}
@@ -218,6 +237,7 @@ class LoaderCollation(Collation):
                 f"batches of the loader have {[*known]}, but not all of them have {odd}: give "
                 "these in all batches, or in none"
             )
+        entries |= self._signed(items, ids)
         for name in self.form.names:
             num = self.form.rows[name].num
             if _num_rows(entries.get(name), len(ids)) != num:
@@ -227,6 +247,21 @@ class LoaderCollation(Collation):
                     f"no such {name!r}: give it in all batches"
                 )
         return entries
+
+    def _signed(self, items: list[Any], ids: Sequence[int]) -> Batch:
+        """Return bundles, (N, 2) int64 each, and note them."""
+        assert self.form is not None and self.collate_fn is not None
+        if not (names := self.form.bundles & {*self.form.names}):
+            return {}
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        for index, item in zip(ids, items, strict=True):
+            leaves = dict(_leaves(self.collate_fn([item])))
+            while len(self.alone) >= _MOST_ALONE:
+                del self.alone[next(iter(self.alone))]
+            self.alone[index] = {name: leaves[name] for name in names}
+            for name, signs in found.items():
+                signs.append(signed(index, leaves[name]))
+        return {name: torch.stack(signs) for name, signs in found.items()}
 
     def named(self, entries: Batch) -> Batch:
         """Call entries by what the model takes them for."""

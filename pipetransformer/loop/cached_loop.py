@@ -253,7 +253,7 @@ class CachedLoop:
         call, base = self._rows.call, base_of(loader)
         with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
             with own_random_numbers(_CPU):
-                has_names = {*call.parameters} <= {*BatchForm.of(base).names}
+                has_names = {*call.parameters} <= {*self._form(base).names}
             rows = RowService(
                 self._model,
                 loader,
@@ -351,7 +351,7 @@ class CachedLoop:
         That forward freezes, too. Where no workers read, the batches behind it have rows already.
         """
         base = base_of(loader)
-        form, drawn = BatchForm.of(base), list[list[int]]()
+        form, drawn = self._form(base), list[list[int]]()
         dataset, collate_fn = base.dataset, base.collate_fn  # They are swapped meanwhile.
 
         def begin(call: LoopCall) -> None:
@@ -388,6 +388,9 @@ class CachedLoop:
             )
         self._end(self._rows, self._rows.epoch)
 
+    def _form(self, base: DataLoader[Any]) -> BatchForm:
+        return BatchForm.of(base, has_bundles=PARTS in self._settings)
+
     def _freeze(self, rows: RowService, loader: DataLoader[Any]) -> int:
         if isinstance(self._freezes, EpochPolicy):
             return self._ask(self._freezes, loader, rows)
@@ -404,7 +407,7 @@ class CachedLoop:
             base = base_of(loader)
             with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
                 with own_random_numbers(_CPU):
-                    names = BatchForm.of(base).names
+                    names = self._form(base).names
                 if guessed_call(self._model, names) is None:
                     return None
                 self._rows = RowService(self._model, loader, self._settings)

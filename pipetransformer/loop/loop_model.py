@@ -15,12 +15,13 @@ from autocache import HIDDEN
 from autopipe.loss import Loss
 from freeze.in_place import freeze_modules, list_before
 from pipetransformer.config import TrainConfig
-from pipetransformer.feed import Samples, TargetSource
+from pipetransformer.feed import Samples, TargetSource, own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
+from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.data_watch import DataWatch
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.model_watch import left_alone
-from pipetransformer.loop.partial_forward import PartialForward, unbundled
+from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.loop.pieces import Pieces, in_pieces
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.settings import LoopSettings
@@ -28,6 +29,7 @@ from pipetransformer.model import (
     ForwardFailedError,
     LayeredModel,
     LoopUse,
+    PartTrial,
     Task,
     adamw,
     names_of,
@@ -46,6 +48,8 @@ _UNTIED_LATE = (
     "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
 )
 
+_NO_VIEWS = "cache_views= keeps no views of samples with several rows; leave it out"
+
 _MOST_COMPARED = 8
 """Samples whose shapes are compared, where parts are frozen."""
 
@@ -63,7 +67,7 @@ class LoopModel:
 
     Attributes:
         pieces: which rows of a column belong to a sample.
-        bundles: parameters that are given several rows of a sample, where others are given one.
+        bundles: what samples have any number of; `bundle_names` in the loader's batches.
         form: of batches of pieces.
         samples: of pieces; `whole`: as the data set has them.
         example: inputs of two samples, (N, ...) each.
@@ -82,24 +86,29 @@ class LoopModel:
         calls: tuple[LoopCall, ...],
         settings: LoopSettings,
     ) -> None:
-        self.calls, call = calls, calls[0]
+        self._model, self.calls, call = model, calls, calls[0]
         self.is_read_here = not loader.num_workers
-        self.bundles = _bundles(whole_form, call) if settings.parts else frozenset()
-        self.pieces = pieces = Pieces() if self.bundles else _pieces(whole_form, calls)
-        self.form = whole_form.in_pieces(pieces, self.bundle_names)
+        whole_form = whole_form.bundling(_bundled(whole_form, call) if settings.parts else ())
+        self.bundle_names = whole_form.bundles
+        self.pieces = pieces = _pieces(whole_form, calls)
+        self.form = whole_form.in_pieces(pieces)
         config = settings.config(loader)
         if pieces.num > 1 and config.cache_views is not None:
-            raise ValueError(
-                "cache_views= keeps no views of samples with several rows; leave it out"
-            )
+            raise ValueError(_NO_VIEWS)
+        if self.bundle_names and config.cache_views is not None:
+            raise ValueError(_NO_VIEWS)
         function = loader.collate_fn
         self.collation = collation = _collation(model, calls, self.form, function, pieces)
-        self.collation = collation = replace(collation, bundles=self.bundles)
         if odd := [name for name in settings.reads if name not in whole_form.names]:
             raise ValueError(f"reads= names {odd}; batches have {[*whole_form.names]}")
         dataset: Any = in_pieces(loader.dataset, pieces.num)
         self.samples = Samples(dataset, collation, config.seed)
         self.whole = Samples(loader.dataset, collation, config.seed)  # type: ignore[arg-type]
+        self.bundles = Bundles(
+            {own: name for name, own in call.parameters.items() if name in self.bundle_names},
+            collation.alone,
+            self._read_bundles,
+        )
         self.data = DataWatch(loader.dataset, [n for one in calls for n in one.parameters])
         had = {id(parameter) for parameter in model.parameters()}
         device = next(model.parameters()).device
@@ -156,7 +165,7 @@ class LoopModel:
         entries = {name: self.example[name].to(device) for name in call.parameters.values()}
 
         def run(given: Mapping[str, Tensor]) -> Any:
-            args, kwargs = call.arguments(unbundled(given, self.bundles))
+            args, kwargs = call.arguments(self.bundles.opened(given))
             return model(*args, **kwargs)
 
         freeze_modules(model, settings.parts.values())
@@ -164,10 +173,8 @@ class LoopModel:
         shown = present_parts(
             model,
             settings.parts,
-            entries,
-            run,
+            PartTrial(entries, singly, run, is_counted=bool(self.bundle_names)),
             beside=self.collation.targets,
-            singly=singly,
         )
         packing = row_of(shown).packing
         if packing is not None and not packing.is_single:
@@ -196,19 +203,18 @@ class LoopModel:
             self.collation.targets,
         )
         is_apart = bool(settings.parts) and not is_whole and not is_alone
-        self.is_read_whole = bool(settings.reads or self.bundles) or is_alone or is_apart
+        self.is_read_whole = bool(settings.reads or self.bundle_names) or is_alone or is_apart
         if is_apart:
             calls = (replace(call, parameters=taken),)
             form = replace(self.form, names=tuple(taken), is_whole=False)
             collation = _collation(layered.model, calls, form, loader.collate_fn, self.pieces)
-            self.collation = replace(collation, bundles=self.bundles & {*taken.values()})
+            self.collation = replace(collation, alone=self.collation.alone)
             self.samples = Samples(self.samples.dataset, self.collation, config.seed)
 
-    @property
-    def bundle_names(self) -> frozenset[str]:
-        """Name the entries of the loader's batches that are bundles."""
-        parameters = self.calls[0].parameters.items()
-        return frozenset(name for name, parameter in parameters if parameter in self.bundles)
+    def _read_bundles(self, ids: list[int]) -> Mapping[str, Tensor]:
+        """Return the entries of samples as the loader joins them."""
+        with own_random_numbers(next(self._model.parameters()).device):
+            return self.form.entries_of(self.whole.collated(ids, view=0))
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -294,16 +300,16 @@ def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:
     return Pieces(tuple(form.rows[next(iter(call.parameters))] for call in calls))
 
 
-def _bundles(form: BatchForm, call: LoopCall) -> frozenset[str]:
-    """Return the parameters that are given several rows of a sample, where others are given one.
+def _bundled(form: BatchForm, call: LoopCall) -> frozenset[str]:
+    """Name the entries that a model is given any number of for a sample.
 
-    A part that is given them may return any number of entries for a sample, such as patches.
+    A part that is given them may return any number for a sample, too. Where all have several,
+    as many, these are pieces.
     """
-    rows = {parameter: form.rows[name] for name, parameter in call.parameters.items()}
-    several = frozenset(name for name, one in rows.items() if one.num > 1)
-    if len(several) == len(rows) or any(rows[name].is_blockwise for name in several):
-        return frozenset()
-    return several
+    several = frozenset(n for n in call.parameters if form.rows[n].num > 1)
+    if len(several) == len(call.parameters) or any(form.rows[n].is_blockwise for n in several):
+        several = frozenset()
+    return several | form.bundles & call.parameters.keys()
 
 
 def _collation(

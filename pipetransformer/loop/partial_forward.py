@@ -10,7 +10,7 @@ row is handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from autopipe.random_state import random_state
+from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.model import (
@@ -37,11 +38,6 @@ from pipetransformer.model import (
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return in what autocast computes now on a kind of device; None outside of it."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def unbundled(entries: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Return entries with those of several rows a sample, (N, k, ...), as (N * k, ...)."""
-    return {n: one.flatten(0, 1) if n in names else one for n, one in entries.items()}
 
 
 class _Reached(BaseException):
@@ -62,7 +58,7 @@ class PartialForward:
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
         call: see above.
-        bundles: inputs, (N, k, ...), that the model is given as (N * k, ...).
+        bundles: what samples have any number of.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class PartialForward:
         task: Task,
         example: Mapping[str, Tensor],
         call: LoopCall,
-        bundles: Collection[str] = (),
+        bundles: Bundles,
     ) -> None:
         self._task, self._model = task, task.model.model
         self.row: Row = row_of(task.model)
@@ -103,10 +99,15 @@ class PartialForward:
         """Return whether samples run together, as parts return one entry for each."""
         return self.row.packing is None or self.row.packing.most_bytes is None
 
-    def whole(self, entries: Mapping[str, Tensor]) -> Any:
-        """Run the whole forward on entries, as the loop does; return its answer."""
+    def whole(self, entries: Mapping[str, Tensor], *, is_opened: bool = False) -> Any:
+        """Run the whole forward on entries, as the loop does; return its answer.
+
+        Args:
+            is_opened: whether bundles are what a model takes.
+        """
         num = len(next(iter(entries.values())))
-        given = unbundled({**self.beside_of(num), **entries}, self._bundles)
+        given = {**self.beside_of(num), **entries}
+        given = given if is_opened else self._bundles.opened(given)
         args, kwargs = self.call.arguments(given)
         return self._model(*args, **{**self._keywords, **kwargs})
 

@@ -19,7 +19,6 @@ from pipetransformer.feed import Batch, FrozenPrefix, SampleFeed, own_random_num
 from pipetransformer.loop.forward_call import LoopCall, RowBatch
 from pipetransformer.loop.loop_model import LoopModel
 from pipetransformer.loop.model_watch import ModelWatch
-from pipetransformer.loop.partial_forward import unbundled
 from pipetransformer.loop.randomness import warn_of_draws
 from pipetransformer.loop.rounding import compare_rounded
 from pipetransformer.loop.settings import LoopSettings
@@ -287,8 +286,8 @@ class RowBatches:
         names = dict.fromkeys((*inputs, *sides, *known.partial.beside))
         entries = {name: fetched.get(name, known.example[name]) for name in names}
         number = next(self._place.numbers) if number is None else number
-        single = (n for n in fetched if n not in known.bundles)
-        num, depth, stamp = len(fetched[next(single)]), prefix.depth, prefix.stamp
+        num = len(ids) if known.bundle_names else len(next(iter(fetched.values())))
+        depth, stamp = prefix.depth, prefix.stamp
         call = call or known.calls[0]
         return RowBatch(
             number, ids, num, epoch, depth, rows, entries, not_read, call, stamp,
@@ -301,14 +300,14 @@ class RowBatches:
         """Run the model from rows, as a loop will have it run."""
         known = self._known
         kept = [name for name in entries if known.is_read_whole or name in known.sides]
-        fetched = unbundled({name: entries[name] for name in kept}, known.bundles)
+        fetched = known.bundles.opened({name: entries[name] for name in kept})
         fetched |= known.partial.beside_of(len(rows))
         ids = torch.full((len(rows),), -1)  # Nothing is read for it.
         batch = self.row_batch({**fetched, HIDDEN: rows}, ids, self._place.epoch)
         batch.depth = self.forward.depth
         given = {name: entry.to(self._device) for name, entry in batch.entries().items()}
         with self.by_ourselves():
-            return known.partial.whole({**given, **targets})
+            return known.partial.whole({**given, **targets}, is_opened=True)
 
     @contextmanager
     def by_ourselves(self) -> Iterator[None]:

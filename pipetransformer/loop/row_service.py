@@ -80,7 +80,7 @@ class RowService:
         self.device = next(model.parameters()).device
         with generators_kept(base.collate_fn, base.dataset):
             with own_random_numbers(self.device):
-                self._whole_form = BatchForm.of(base)
+                self._whole_form = BatchForm.of(base, has_bundles=bool(self._settings.parts))
             self._take_up((call or _expected_call(model, self._whole_form),))
         # Until it is said what that changes.
         self._place.tells_rounding = self.task.config.cache_dtype is not None

@@ -41,6 +41,7 @@ from pipetransformer.model.own_forward import output_of
 from pipetransformer.model.parts import (
     Packing,
     PartCall,
+    PartTrial,
     UnlikeAnswerError,
     present_parts,
     replaced,
@@ -75,7 +76,7 @@ from pipetransformer.model.transformer import qualified_name
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
     "LoopUse", "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits",
-    "Packing", "PartCall", "Reads", "Row",
+    "Packing", "PartCall", "PartTrial", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",

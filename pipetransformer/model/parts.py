@@ -324,28 +324,41 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True)
+class PartTrial:
+    """Hold what a model is tried with, whose parts are frozen.
+
+    Args:
+        entries: inputs of two samples or more, (N, ...) each.
+        singly: all entries of a batch, of some samples alone. Where shapes are unequal of what
+            parts do without, they are no inputs, and rows hold nothing but what parts return.
+        run: calls the model's forward.
+        is_counted: whether samples have any number of entries in what parts are given.
+    """
+
+    entries: Entries
+    singly: Sequence[Entries]
+    run: Callable[[Entries], Any]
+    is_counted: bool
+
+
 def present_parts(
     model: nn.Module,
     parts: Mapping[str, nn.Module],
-    entries: Entries,
-    run: Callable[[Entries], Any],
+    trial: PartTrial,
     *,
     beside: tuple[str, ...],
-    singly: Sequence[Entries],
 ) -> LayeredModel:
     """Present a model whose parts are frozen, by what it does with a few samples.
 
     Args:
         parts: by name; modules of the model, or the model itself.
-        entries: inputs of two samples or more, (N, ...) each.
-        run: calls the model's forward.
         beside: entries that a batch has beside the inputs.
-        singly: all of these, of some samples alone. Where shapes are unequal of what parts do
-            without, they are no inputs here, and rows hold nothing but what parts return.
     Raises:
         ValueError: a part is not called once, or does not return a row for each sample.
     """
-    record = _Record(parts)
+    entries, singly, run = trial.entries, trial.singly, trial.run
+    record = _Record(parts, selects=trial.is_counted)
     varied = [name for name in singly[0] if len({one[name].shape for one in singly}) > 1]
     with torch.no_grad(), whole_in_mode(model, training=False):
         try:
@@ -357,7 +370,7 @@ def present_parts(
                 f"the forward of this {name} fails for two samples: {error}"
             ) from error
         _refuse_calls(record, model)
-        packing, rows = _packed(record, run, entries, singly)
+        packing, rows = _packed(record, trial)
 
         def run_from_rows(given: Entries) -> list[Any]:
             torch.manual_seed(0)
@@ -382,17 +395,15 @@ def present_parts(
     return _layered(model, row, tuple(entries), sides=sides, targets=beside)
 
 
-def _packed(
-    record: _Record, run: Callable[[Entries], Any], entries: Entries, singly: Sequence[Entries]
-) -> tuple[Packing, Tensor]:
+def _packed(record: _Record, trial: PartTrial) -> tuple[Packing, Tensor]:
     """Return how what parts have returned becomes rows, and these of the entries' samples."""
     whole = {name: record.answers[name] for name in record.parts}
-    num = len(next(iter(entries.values())))
+    entries, num = trial.entries, len(next(iter(trial.entries.values())))
     # What selects by values may return one entry a sample by chance.
     if record.selects or not all(one.shape[:1] == (num,) for one in _tensors(whole)):
         pair = [{n: one[place : place + 1] for n, one in entries.items()} for place in range(num)]
-        few = [{n: one[n].to(entries[n].device) for n in entries} for one in singly]
-        found = [_alone(record, run, one) for one in (*pair, *few)]
+        few = [{n: one[n].to(entries[n].device) for n in entries} for one in trial.singly]
+        found = [_alone(record, trial.run, one) for one in (*pair, *few)]
         alone = [flat for flat in found if flat is not None]
         record.answers = whole
         if len(alone) == len(found):

@@ -285,6 +285,69 @@ def _patches() -> Samples:
     )  # fmt: skip
 
 
+class Unequal(Dataset[dict[str, Tensor]]):
+    """Give samples an image of 4 x 4 or of 4 x 8 patches."""
+
+    def __init__(self, whole: Samples) -> None:
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item, num = self._whole[index], (1, 2, 1, 1, 2, 2)[index % 6]
+        ids = item["input_ids"].clone()
+        ids[2 : 2 + 4 * num] = _IMAGE
+        ids[2 + 4 * num :] = ids[2 + 4 * num :].clamp(10)
+        grid = torch.tensor([[1, 4, 4 * num]])
+        pixels = torch.randn(16 * num, 48, generator=torch.Generator().manual_seed(index))
+        types = (ids == _IMAGE).long()
+        known = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+        return {**item, **known, "input_ids": ids, "labels": ids}
+
+
+def _llava_next() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig
+    from transformers import LlavaNextForConditionalGeneration as LlavaNext
+
+    texts = _TEXT | {"num_key_value_heads": 2, "max_position_embeddings": 32}
+    return LlavaNext(
+        LlavaNextConfig(
+            vision_config=CLIPVisionConfig(**_VISION),
+            text_config=LlamaConfig(**texts),
+            image_token_index=_IMAGE,
+            vision_feature_layer=-1,
+            image_grid_pinpoints=[[16, 32], [32, 32]],
+        )
+    )
+
+
+class Tiled(Dataset[dict[str, Tensor]]):
+    """Give samples an image of three tiles or of five, the whole one first."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        draws = torch.Generator().manual_seed(index)
+        height, num_tiles, num_tokens = ((16, 3, 14), (32, 5, 24))[index % 3 == 1]
+        ids = torch.randint(6, _WORDS, (28,), generator=draws)
+        ids[1 : 1 + num_tokens] = _IMAGE
+        return {
+            "pixel_values": torch.randn(num_tiles, 3, 16, 16, generator=draws),
+            "image_sizes": torch.tensor([height, 32]),
+            "input_ids": ids,
+            "labels": ids,
+        }
+
+
+def tiled(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack all but tiles, which are padded to the most that a sample of the batch has."""
+    named = {name: [item[name] for item in items] for name in items[0]}
+    tiles = pad_sequence(named.pop("pixel_values"), batch_first=True)
+    return {"pixel_values": tiles, **{name: torch.stack(rows) for name, rows in named.items()}}
+
+
 def bundled(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join patches of all samples, as Qwen2-VL's processor does."""
     return {
@@ -386,6 +449,14 @@ CASES: dict[str, PartCase] = {
     ),
     "qwen2-vl, patches": PartCase(
         _qwen, ("model.visual",), _patches, _own_loss, ("model.visual.merger",), bundled,
+    ),
+    "qwen2-vl, unequal images": PartCase(
+        _qwen, ("model.visual",), lambda: Unequal(_patches()), _own_loss,
+        ("model.visual.merger",), bundled,
+    ),
+    "llava-next, three tiles or five": PartCase(
+        _llava_next, ("model.vision_tower",), Tiled, _own_loss,
+        ("model.vision_tower.pre_layrnorm",), tiled,
     ),
     "smolvlm, one to three tiles": PartCase(
         _smolvlm, ("model.vision_model",), _tiles, _own_loss,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pipetransformer import FreezeCallback, TopLogits, attach
 from tests.helpers.part_models import CASES, NUM_SAMPLES, PartCase, padded
@@ -543,3 +543,53 @@ def test_what_has_no_logits_is_refused() -> None:
         TopLogits(nn.Linear(2, 2), 0)
     with pytest.raises(ValueError, match="does not return logits of 3 classes"):
         TopLogits(nn.Linear(2, 2), 3)(torch.ones(1, 2))
+
+
+def _with_rows_of_images(case: PartCase, folder: Path, data: Any, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model = case.build()
+    kept = {"cache": True, "cache_folder": str(folder), "cache_keep": True}
+    hits = list[int]()
+    with attach(model, parts=case.parts, **kept) as cached:
+        loader = DataLoader(
+            data, batch_size=_BATCH, shuffle=True, collate_fn=case.collate, **settings
+        )
+
+        def epoch() -> Iterable[Any]:
+            yield from cached.epoch(loader)
+            hits.append(cached.stats.hits)
+
+        losses = _train(model, case, epoch)
+    return losses, hits
+
+
+class _Edited(Dataset[dict[str, Tensor]]):
+    """Give samples of another set, one of which has another pixel."""
+
+    def __init__(self, whole: Any, edited: int) -> None:
+        self._whole, self._edited = whole, edited
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        item = dict(self._whole[index])
+        if index == self._edited:
+            item["pixel_values"] = item["pixel_values"].clone()
+            item["pixel_values"].view(-1)[7] += 1
+        return item
+
+
+def test_images_of_any_size_are_read_by_workers_and_kept_by_their_content(tmp_path: Path) -> None:
+    case = CASES["qwen2-vl, unequal images"]
+    torch.manual_seed(1)
+    data = case.data()
+    first, hits = _with_rows_of_images(case, tmp_path, data, num_workers=1)
+    assert hits == [0, NUM_SAMPLES, NUM_SAMPLES][:_EPOCHS]
+    again, hits = _with_rows_of_images(case, tmp_path, data)
+    assert (again, hits[0]) == (first, NUM_SAMPLES)
+    edited = _Edited(data, 4)
+    expected, _ = _with_rows_of_images(case, tmp_path / "apart", edited)
+    changed, hits = _with_rows_of_images(case, tmp_path, edited)
+    assert changed == expected != first
+    assert hits[0] < NUM_SAMPLES
