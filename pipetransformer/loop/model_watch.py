@@ -188,6 +188,12 @@ class InnerHooks:
             if name
             for table in HOOKS
         ]
+        self._own = [vars(part)[table] for table in HOOKS]
+
+    def are_on_it(self) -> bool:
+        """Return whether the part itself has a hook that somebody would miss."""
+        own = (hook for hooks in self._own for hook in hooks.values())
+        return not all(map(_is_missed_by_nobody, own))
 
     def missed_at(self) -> str:
         """Name a module with a hook that somebody would miss; "" without one."""

@@ -144,6 +144,11 @@ class ShortForward:
             served = torch.compiler.disable(partial(serve, block.forward))
             block.forward = _Forward(block, own, served)
             self._replaced.append(block)
+        for module, answer in self._row.idle if depth else ():
+            own, inner = vars(module).get("forward"), InnerHooks(module)
+            served = torch.compiler.disable(partial(self._idle, answer, inner, module.forward))
+            module.forward = _Forward(module, own, served)
+            self._replaced.append(module)
         entrance = self._row.entrance
         if depth and entrance is not None and entrance not in self._row.called_above:
             parts = [vars(part) for part in entrance.modules() if part is not entrance]
@@ -371,6 +376,14 @@ class ShortForward:
         self._refuse_other_autocast(device.type, call.computes_in)
         needs = self._inner[index].need_gradients()
         return call.answered(self._rows, (args, kwargs), needs_gradients=needs)
+
+    def _idle(
+        self, answer: Any, hooks: InnerHooks, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # A hook of the user's would miss its call, or be given NaN.
+        if self._rows is None or hooks.missed_at() or hooks.are_on_it():
+            return run(*args, **kwargs)
+        return answer.blank(len(self._rows), next(self._task.model.model.parameters()).device)
 
     def _refuse_unread_again(self, name: str, given: Any) -> None:
         """Raise a ValueError where a checkpoint runs a part again, on what was not read."""

@@ -9,8 +9,8 @@ be a tower, a backbone, an encoder, or a model by itself: a teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from autopipe.random_state import random_state
 from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padded
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
@@ -39,12 +40,23 @@ class UnlikeAnswerError(ValueError):
 
 @final
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """Say what a part returned: tensors' shapes, without samples, and all that is no tensor."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    def blank(self, num_samples: int, device: torch.device) -> Any:
+        """Return the like of it for samples, of NaN, or of zeros where these are no floats."""
+        tensors = (
+            torch.full(
+                (), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device
+            ).expand(num_samples, *shape)
+            for shape, dtype in self.shapes
+        )
+        leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 @final
@@ -64,7 +76,7 @@ class Packing:
         num_leading: dimensions that all tensors share: 1, of samples, or 2, of positions, too.
     """
 
-    answers: tuple[_Answer, ...]
+    answers: tuple[Answer, ...]
     names: tuple[str, ...]
     most_bytes: int | None = None
     num_leading: int = 1
@@ -211,7 +223,7 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def _spelled(answer: _Answer) -> str:
+def _spelled(answer: Answer) -> str:
     tensors = [f"{('N', *shape)} {dtype}" for shape, dtype in answer.shapes]
     return ", ".join([*tensors, *(repr(one) for one in answer.leaves if one is not _TENSOR)])
 
@@ -385,7 +397,9 @@ def present_parts(
         mask = None
         if by_position is not None and _is_padding_unread(entries, run, record, by_position):
             mask, packing = PADDING_MASK, by_position
-    row = _row(model, record, packing)
+        may_be_idle = not varied and packing.most_bytes is None
+        idle = _idle_modules(model, record, trial, run_from_rows) if may_be_idle else ()
+    row = replace(_row(model, record, packing), idle=idle)
     # A module by itself is given what others read, too.
     if (varied and (mask or not read)) or any(part is model for part in row.blocks):
         own_inputs = tuple(name for name in entries if name not in varied or name in read)
@@ -393,6 +407,74 @@ def present_parts(
         return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
     sides = tuple(name for name in entries if name not in unread)
     return _layered(model, row, tuple(entries), sides=sides, targets=beside)
+
+
+_MOST_TRIED = 16
+"""Modules that are tried one by one."""
+
+
+def _idle_modules(
+    model: nn.Module,
+    record: _Record,
+    trial: PartTrial,
+    run_from_rows: Callable[[Entries], list[Any]],
+) -> tuple[tuple[nn.Module, Answer], ...]:
+    """Return frozen modules that serve the parts alone, with what they answer.
+
+    From rows all is the same where they answer NaN.
+    """
+    if model in record.parts.values():
+        return ()
+    num, answers = len(next(iter(trial.entries.values()))), dict[str, Answer]()
+    tried = _served_by(model, record)
+
+    def note(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        flat = tree_flatten(answer := run(*args, **kwargs))
+        with suppress(UnlikeAnswerError):
+            answers[name] = _answer_of(name, *flat, num)
+            _refuse_unknown(name, flat[0])
+        return answer
+
+    def same(names: Collection[str], *, training: bool) -> bool:
+        device = next(iter(trial.entries.values())).device
+        blanks = [lambda *_, n=name, **__: answers[n].blank(num, device) for name in names]
+        with whole_in_mode(model, training=training):
+            try:
+                whole, state = run_from_rows(trial.entries), random_state(device)
+                with replaced([tried[name] for name in names], blanks):
+                    found = run_from_rows(trial.entries)
+            except Exception:  # Any: it computes of a blank what it cannot.
+                return False
+        equal = len(found) == len(whole) and all(map(are_equal, found, whole))
+        return equal and random_state(device) == state
+
+    noting = [partial(note, name, module.forward) for name, module in tried.items()]
+    with replaced([*tried.values()], noting):
+        trial.run(trial.entries)
+    names = [*answers]
+    if not (names and same(names, training=False)):
+        names = [name for name in names[:_MOST_TRIED] if same([name], training=False)]
+    if not (names and same(names, training=False) and same(names, training=True)):
+        return ()
+    return tuple((tried[name], answers[name]) for name in names)
+
+
+def _served_by(model: nn.Module, record: _Record) -> dict[str, nn.Module]:
+    """Return the outermost frozen modules that ran before the parts had answered, by name.
+
+    A hook on one would see what is tried.
+    """
+    inside = {module for part in record.parts.values() for module in part.modules()}
+    paths = {name.rsplit(".", n)[0] for name in record.parts for n in range(name.count(".") + 1)}
+    found, covered = dict[str, nn.Module](), set[nn.Module]()
+    for name, module in model.named_modules():
+        is_apart = name and module not in inside and name not in paths
+        if is_apart and module in record.below and module not in covered:
+            covered.update(module.modules())
+            hooked = any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+            if not hooked and not any(p.requires_grad for p in module.parameters()):
+                found[name] = module
+    return found
 
 
 def _packed(record: _Record, trial: PartTrial) -> tuple[Packing, Tensor]:
@@ -509,7 +591,7 @@ def _tensors(flat: Mapping[str, _Flat]) -> list[Tensor]:
     return [leaf for leaves, _ in flat.values() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | None) -> _Answer:
+def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | None) -> Answer:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         _refuse_unknown(name, leaves)
@@ -521,7 +603,7 @@ def _answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | 
                 "samples; rows need one entry a sample in its first dimension"
             )
     plain = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return _Answer(spec, plain, tuple((one.shape[1:], one.dtype) for one in tensors))
+    return Answer(spec, plain, tuple((one.shape[1:], one.dtype) for one in tensors))
 
 
 def is_unread(

@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from freeze.in_place import frozen_in_place
 
 if TYPE_CHECKING:
-    from pipetransformer.model.parts import Packing
+    from pipetransformer.model.parts import Answer, Packing
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -107,6 +107,7 @@ class Row:
         carried: leaves of each block's answer that the blocks above take, the hidden state first;
             none where that is all. The Trainer hands on one tensor, a loop's rows hold them all.
         encoders: modules below, by name, whose answers the blocks take, too.
+        idle: modules that serve the parts alone, with what they answer.
         packings: of what rows of each depth hold then: encoders' answers, and what is carried.
     """
 
@@ -121,6 +122,7 @@ class Row:
     samples_at: int
     entrance: nn.Module | None
     packing: Packing | None = None
+    idle: tuple[tuple[nn.Module, Answer], ...] = ()
     carried: tuple[int, ...] = ()
     encoders: Mapping[str, nn.Module] = field(default_factory=dict)
     packings: tuple[Packing, ...] = ()

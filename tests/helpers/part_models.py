@@ -425,7 +425,8 @@ CASES: dict[str, PartCase] = {
     ),
     "three taps": PartCase(
         _dense, ("vit.layers.1", "vit.layers.3", "vit.layers.5"),
-        _labelled_images, _class_loss, ("vit.layers.1.0", "vit.layers.5.0"),
+        _labelled_images, _class_loss,
+        ("vit.embeddings.0", "vit.layers.1.0", "vit.layers.2.0", "vit.layers.5.0"),
     ),
     "clip, images": PartCase(
         _clip, ("vision_model",), lambda: _images(input_ids=_words(12)), _match_loss,

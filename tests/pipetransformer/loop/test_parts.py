@@ -593,3 +593,76 @@ def test_images_of_any_size_are_read_by_workers_and_kept_by_their_content(tmp_pa
     changed, hits = _with_rows_of_images(case, tmp_path, edited)
     assert changed == expected != first
     assert hits[0] < NUM_SAMPLES
+
+
+class _Chain(nn.Module):
+    """A frozen module below a part, which may be read beside it, or draw."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.noise = kind, nn.Dropout(0.5)
+        self.below, self.tower, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "draws beside":
+            self.noise(x)
+        hidden = self.below(x)
+        answer = self.tower(hidden)
+        if self.kind == "read beside":
+            answer = answer + hidden
+        logits: Tensor = self.head(self.noise(answer))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [("", 0), ("read beside", 3), ("draws beside", 0), ("hooked", 3), ("hooked within", 3)],
+)
+def test_what_serves_a_part_alone_runs_no_more(kind: str, runs: int) -> None:
+    torch.manual_seed(0)
+    model = _Chain(kind)
+    model.below.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    plain.tower.requires_grad_(False)
+    samples = [{"x": torch.randn(4)} for _ in range(NUM_SAMPLES)]
+    seen = list[Tensor]()
+
+    def train(one: _Chain, epoch: Callable[[Any], Iterable[Any]]) -> tuple[list[float], Tensor]:
+        torch.manual_seed(0)
+        if kind == "hooked":
+            one.below.register_forward_hook(lambda *given: seen.append(given[-1]))
+        loader = DataLoader(samples, batch_size=_BATCH, shuffle=True)
+        optimizer, losses = torch.optim.SGD(one.head.parameters(), lr=0.1), []
+        for _ in range(_EPOCHS):
+            for batch in epoch(loader):
+                loss = one(batch["x"]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses, torch.get_rng_state()
+
+    expected, state = train(plain, lambda loader: loader)
+    run, counts = model.below.forward, [0]
+    if kind == "hooked within":
+        model.below = nn.Sequential(model.below)
+        run = model.below[0].forward
+        model.below[0].register_forward_hook(lambda *given: seen.append(given[-1]))
+
+    def counted(x: Tensor) -> Tensor:
+        counts[-1] += 1
+        return run(x)
+
+    getattr(model.below, "0", model.below).forward = counted
+    with attach(model, parts=["tower"], cache=True) as cached:
+
+        def epoch(loader: Any) -> Iterable[Any]:
+            counts.append(0)
+            yield from cached.epoch(loader)
+
+        losses, ours = train(model, epoch)
+        assert cached.stats.hits == NUM_SAMPLES
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(ours, state)
+    assert counts[-1] == runs
+    assert not any(bool(one.isnan().any()) for one in seen)
