@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.loss import LossFunction
-from freeze import FreezeChoice, NeverFreeze, chosen_policy
+from freeze import FreezeChoice, FreezePolicy, NeverFreeze, chosen_policy
 from pipetransformer.checkpoint import DescribedModel, Part, RunState, Selection
 from pipetransformer.checks import (
     RunChecks,
@@ -33,8 +33,16 @@ from pipetransformer.feed import (
     first_samples,
     samples_of,
 )
+from pipetransformer.loop import refuse_wrong_rows
 from pipetransformer.measure import largest_micro_batch
-from pipetransformer.model import LayeredModel, ModelLoan, OptimizerFactory, Task, adapt
+from pipetransformer.model import (
+    DTYPES,
+    LayeredModel,
+    ModelLoan,
+    OptimizerFactory,
+    Task,
+    adapt,
+)
 from pipetransformer.processes import FreedMemory, World, connect
 from pipetransformer.report import RunLog, check_callbacks
 from pipetransformer.stage import Evaluator
@@ -86,11 +94,15 @@ def build_parts(
 ) -> RunParts:
     """Build all parts of a run from a Trainer's arguments. Collective, once nothing is refused."""
     check_callbacks(settings.get("callbacks"))
-    policy = chosen_policy(freeze)
-    config = make_config(settings).deciding_every(policy.interval_share)
+    config = make_config(settings)
+    policy = _policy(freeze, config)
+    config = config.deciding_every(policy.interval_share)
     check_settings(config, train_dataset, eval_dataset)
     layered = _layered(model, train_dataset, loss_fn, config)
     task, traits = describe_task(layered, loss_fn, optimizer, config, policy)
+    samples = samples_of(task, train_dataset)
+    if config.parts:
+        refuse_wrong_rows(task, samples)
     loan, memory = ModelLoan(task), FreedMemory()
     timeline = Timeline(config, len(train_dataset), traits.peak_learning_rate)
     coming = BatchForecast(task, train_dataset, timeline)
@@ -102,7 +114,7 @@ def build_parts(
     feed = SampleFeed(
         prefix,
         world,
-        samples_of(task, train_dataset),
+        samples,
         to_come=partial(_to_come, coming, deployment),
         keeps=config.cache_views or 1,
     )
@@ -157,6 +169,18 @@ def build_parts(
     )
 
 
+def _policy(freeze: FreezeChoice | None, config: TrainConfig) -> FreezePolicy:
+    """Return what decides which layers freeze; parts are frozen from the start."""
+    if not config.parts:
+        return chosen_policy(freeze)
+    if freeze is not None:
+        raise ValueError(
+            f"parts= freezes {[*config.parts]} and nothing else, and freeze= is {freeze!r}: give "
+            "one of them, as for attach(model, parts=...)"
+        )
+    return chosen_policy(1)
+
+
 def _layered(
     model: nn.Module | LayeredModel,
     dataset: SizedDataset,
@@ -172,7 +196,14 @@ def _layered(
     )
     unties = config.tied_weights == "untie"
     with naming_first_samples(model, dataset, read):
-        return adapt(model, partial(read, dataset), loss_fn=loss_fn, unties=unties)
+        return adapt(
+            model,
+            partial(read, dataset),
+            loss_fn=loss_fn,
+            unties=unties,
+            parts=config.parts,
+            computes_in=DTYPES[config.precision],
+        )
 
 
 def _to_come(coming: BatchForecast, deployment: Deployment) -> Iterator[tuple[int, Tensor]]:

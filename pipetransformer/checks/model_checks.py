@@ -66,7 +66,7 @@ def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
     sides, mask = model.sides_of(0, len(model.sublayers)), model.padding_mask
     if mask is not None and mask not in sides:
         raise ValueError(f"padding_mask is {mask!r}; give one of the sides: {', '.join(sides)}")
-    _refuse_batch_statistics(model.model)
+    _refuse_batch_statistics(model)
     _refuse_parameters(model.model)
     _refuse_shared_memory(model.model)
     _refuse_references(model.model)
@@ -75,8 +75,11 @@ def refuse_model(model: LayeredModel, computes_in: torch.dtype | None) -> None:
         _refuse_low_weights(model.model)
 
 
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+def _refuse_batch_statistics(model: LayeredModel) -> None:
+    in_eval = {module for part in model.parts for module in part.modules()}
+    for name, module in model.model.named_modules():
+        if module in in_eval:
+            continue
         # The base of BatchNorm1d to 3d, SyncBatchNorm and their lazy forms, not of InstanceNorm.
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(

@@ -74,6 +74,10 @@ _METRICS = rules.Rule(
     f"functions by names other than {', '.join(EVALUATION_FIELDS)}",
 )
 _CALLBACKS = rules.Rule(rules.is_list, "a list of Callback")
+_PARTS = rules.Rule(
+    lambda value: rules.is_list(value) and all(map(rules.NAME.allows, value)),
+    "a list of names of the model's modules",
+)
 
 
 @rules.documented
@@ -192,6 +196,11 @@ class TrainConfig:
     scale_batch: bool = False
     """Let the batch grow with the replicas, global_batch_size each, as the published system did.
     The learning rate is scaled with it. Not with `max_steps`."""
+
+    parts: Annotated[Sequence[str], _PARTS] = ()
+    """Names of modules that are frozen wherever they are in the model, such as
+    "model.vision_tower". They stay in eval mode, and the cache keeps what they return. Nothing
+    else freezes, so give no `freeze`. All processes are replicas of one stage."""
 
     # Cache
 
@@ -456,6 +465,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     yield from _in_compiling(config)
     yield from _in_the_batch(config)
     yield from _in_the_pipeline(config)
+    yield from _beside_parts(config)
     if config.warmup and not isinstance(config.learning_rate_schedule, str):
         yield (
             f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
@@ -583,6 +593,25 @@ def _in_the_pipeline(config: TrainConfig) -> Iterator[str]:
             f"with weight_versions=, so that a step needs a multiple of {turn}, and has "
             f"{count or most}; set micro_batches, micro_batch_size or global_batch_size to that"
         )
+
+
+def _beside_parts(config: TrainConfig) -> Iterator[str]:
+    """Yield what has no meaning where parts are frozen, or would need a second stage."""
+    if not config.parts:
+        return
+    yield from _beside(
+        f"parts are {[*config.parts]}, which one stage runs, with all that lies around them, and "
+        "in a loop of your own attach(model, parts=...)",
+        {
+            f"pipeline_length={config.pipeline_length}": (config.pipeline_length or 1) > 1,
+            "stage_workers": config.stage_workers is not None,
+            "weight_versions": config.weight_versions is not None,
+            "plan='pipedream'": config.plan == "pipedream",
+            "compile": config.compile,
+            "layer_decay": config.layer_decay is not None,
+            "tied_weights": config.tied_weights != "train",
+        },
+    )
 
 
 def _beside(why: str, others: Mapping[str, bool]) -> Iterator[str]:

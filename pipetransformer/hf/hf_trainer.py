@@ -50,7 +50,7 @@ from pipetransformer.hf.training_arguments import (
     settings_of,
     why_missing,
 )
-from pipetransformer.model import EntryNames, LayeredModel, adapt, refuse_no_module
+from pipetransformer.model import DTYPES, EntryNames, LayeredModel, adapt, refuse_no_module
 from pipetransformer.trainer import Trainer
 
 _MADE_OF = (
@@ -315,15 +315,17 @@ class HFTrainer(Evaluations):
             seed=args.seed,
         )
         read = partial(read_of, dataset)
+        settings = settings_of(args, len(dataset), self._optimizer)
         with naming_first_samples(self.model, dataset, read_of):
             layered = adapt(
                 self.model,
                 read,
                 loss_fn=self._settings.get("loss_fn"),
                 unties=self._settings.get("tied_weights") == "untie",
+                parts=self._settings.get("parts", ()),
+                computes_in=DTYPES[{**settings, **self._settings}["precision"]],
             )
         self._bridge.num_samples = len(dataset)
-        settings = settings_of(args, len(dataset), self._optimizer)
         evaluated = self._evaluated_in_a_run()
         if self._evaluates_itself():
             refuse_unselected(args, {**settings, **self._settings})

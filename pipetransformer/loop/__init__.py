@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipetransformer.loop.cached_loop import CachedLoop, attach
 from pipetransformer.loop.freeze_advice import FreezeAdvice
+from pipetransformer.loop.part_check import refuse_wrong_rows
 from pipetransformer.loop.top_logits import TopAnswer, TopLogits
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CachedLoop", "FreezeAdvice", "FreezeCallback", "LightningFreezeCallback", "TopAnswer",
-    "TopLogits", "attach",
+    "TopLogits", "attach", "refuse_wrong_rows",
 ]  # fmt: skip
 
 _LAZY = {

@@ -33,12 +33,11 @@ from pipetransformer.loop.epoch_policy import EpochPolicy
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
 from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.loaders import base_of, giving_indices
-from pipetransformer.loop.named_parts import named_parts
 from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService
 from pipetransformer.loop.settings import PARTS, check_settings
 from pipetransformer.loop.short_forward import learning
-from pipetransformer.model import refuse_no_module, refuse_wrapper
+from pipetransformer.model import named_parts, refuse_no_module, refuse_wrapper
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from torch import nn
 from autocache import CacheStats
 from freeze import FreezeChoice
 from pipetransformer.loop.freeze_observer import FreezeObserver
-from pipetransformer.loop.named_parts import named_parts
 from pipetransformer.loop.row_service import RowService
 from pipetransformer.loop.settings import CACHE, PARTS, check_settings
+from pipetransformer.model import named_parts
 
 
 class ServingObserver(FreezeObserver):

@@ -152,6 +152,8 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
 def held_on(task: Task, device: torch.device, span: Sequence[int]) -> Iterator[None]:
     """Hold a span's sublayers on a device; sublayers of other ranks get random weights."""
     model = task.model
+    # Parts are run by the model's own forward, which reads what lies beside them, too.
+    span = range(len(model.sublayers)) if model.parts else span
     absent = [i for i in span if any(t.is_meta for t in model.tensors(i).values())]
     for index in absent:
         _fill(model, index, device)

@@ -27,6 +27,7 @@ from pipetransformer.model.layered_model import (
     refuse_hooks,
 )
 from pipetransformer.model.model_loan import ModelLoan
+from pipetransformer.model.named_parts import named_parts
 from pipetransformer.model.optimizers import (
     NamedParameters,
     OptimizerFactory,
@@ -46,6 +47,7 @@ from pipetransformer.model.parts import (
     present_parts,
     replaced,
 )
+from pipetransformer.model.parts_forward import parts_forward_of
 from pipetransformer.model.peft_models import (
     adapter_names,
     adapters_in_use,
@@ -81,8 +83,9 @@ __all__ = [
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
-    "modules_with_adapters", "named_optimizer", "named_tensors", "names_of",
-    "output_of", "owned_parameters", "present", "present_parts", "put_state", "qualified_name",
+    "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors", "names_of",
+    "output_of", "owned_parameters", "parts_forward_of", "present", "present_parts",
+    "put_state", "qualified_name",
     "refuse_hooks", "refuse_no_module", "refuse_wrapper", "replaced", "row_of", "register_adapter",
     "set_frozen", "set_modes",
     "take_state", "trained_parameters", "unwrapped", "whole_in_mode",

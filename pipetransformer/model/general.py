@@ -158,7 +158,9 @@ def present(
     if loop is not None:
         _refuse_routers(model)
     # First, as it says by name what blocks hand to the loss, which no part below could.
-    loss = None if loss_fn is not None else _own_loss(model, shown.labels, shown.recording.answer)
+    loss = (
+        None if loss_fn is not None else own_loss_of(model, shown.labels, shown.recording.answer)
+    )
     is_known = loss is not None or (loop is not None and _reads_no_padding(shown, loop))
     if loop is not None and shown.recording.rows[0].carried:
         return _with_states(shown, loop)
@@ -202,7 +204,7 @@ def _with_states(shown: _Shown, loop: LoopUse) -> LayeredModel:
     """Return a loop's model whose blocks hand several tensors on."""
     model, row = shown.model, shown.recording.rows[0]
     called = row.called_below | row.called_above
-    parts = _Parts(model, row)
+    parts = BesideBlocks(model, row)
     sides = read_above(model, row, shown.inputs, lambda given: model(**given, **shown.keywords))
     sublayers = state_sublayers(row, sides, lambda names: parts.of(names, called))
     return _layered(shown, row, sublayers, targets=loop.beside)
@@ -276,7 +278,7 @@ def _reads_no_padding(shown: _Shown, loop: LoopUse) -> bool:
     try:
         with torch.no_grad(), whole_in_mode(model, training=False):
             answer = model(**{**shown.inputs, **shown.labels}, **shown.keywords)
-        return _own_loss(model, shown.labels, answer) is not None
+        return own_loss_of(model, shown.labels, answer) is not None
     except (TypeError, ValueError):
         return False
 
@@ -340,7 +342,7 @@ def _refuse_cache(model: nn.Module, given: Mapping[str, Any], answer: Any) -> No
         )
 
 
-def _own_loss(model: nn.Module, labels: Entries, answer: Any) -> LossFunction | None:
+def own_loss_of(model: nn.Module, labels: Entries, answer: Any) -> LossFunction | None:
     """Return the loss that the model itself computed of labels; None where it computes none."""
     if qualified_name(type(unwrapped(model))).startswith("timm."):
         return F.cross_entropy
@@ -395,7 +397,7 @@ def row_of(layered: LayeredModel) -> Row:
 
 
 def _sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:
-    row, parts = own.row, _Parts(model, own.row)
+    row, parts = own.row, BesideBlocks(model, own.row)
     sides = tuple(name for name in own.inputs if name not in own.shapes)
     below = parts.of(row.below, row.called_below)
     above = parts.of(row.above, row.called_above)
@@ -411,7 +413,7 @@ def _sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:
     ]
 
 
-class _Parts:
+class BesideBlocks:
     """Collect the modules and tensors outside of blocks that serve one sublayer."""
 
     def __init__(self, model: nn.Module, row: Row) -> None:
@@ -449,7 +451,7 @@ class _Parts:
 
 
 def _holds_block(module: nn.Module, row: Row) -> bool:
-    return any(part is row.blocks[0] for part in module.modules()) and module not in row.blocks
+    return module not in row.blocks and any(part in row.blocks for part in module.modules())
 
 
 @final

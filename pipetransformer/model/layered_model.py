@@ -134,6 +134,12 @@ class LayeredModel:
         """Return how many layers can freeze; the head's layer has this number."""
         return self.sublayers[-1].layer
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Return the modules that are frozen wherever they are, if its layer 0 is that."""
+        row = self.row
+        return () if row is None or row.packing is None else row.blocks
+
     def flags(self, *, training: bool) -> Mapping[nn.Module, bool]:
         """Say which flag `train()` or `eval()` of the model gives each module."""
         return self._flags[training]

@@ -32,7 +32,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class _Left(BaseException):
+class Left(BaseException):
     """Leave a model's forward; no model's own `except Exception` catches it."""
 
 
@@ -304,7 +304,7 @@ class CutForward:
         def visit(index: int, given: Arguments) -> Any:
             got.append(given)
             if index == last:
-                raise _Left
+                raise Left
             call = self.row.calls[index]
             return call.answered(call.hidden_in(given))
 
@@ -312,7 +312,7 @@ class CutForward:
         device = next(iter(given.values())).device
         try:
             self._run(skeleton, visit, given, device, training=training)
-        except _Left:
+        except Left:
             return got
         raise RuntimeError("the model's forward has left out its last block")
 

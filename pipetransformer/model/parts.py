@@ -205,8 +205,11 @@ class Packing:
 _Flat = tuple[list[Any], TreeSpec]
 """What a part has returned, taken apart."""
 
-_TENSOR = object()
-"""Where an answer has a tensor."""
+
+@final
+class _TENSOR:
+    """Stand where an answer has a tensor; a class, which copies of a model share."""
+
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

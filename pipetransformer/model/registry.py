@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopipe.loss import LossFunction
@@ -16,6 +17,7 @@ from pipetransformer.model import (
     transformers_vit,
 )
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
+from pipetransformer.model.parts_forward import adapt_parts
 from pipetransformer.model.peft_models import refuse_peft
 from pipetransformer.model.transformer import qualified_name
 
@@ -55,6 +57,8 @@ def adapt(
     *,
     loss_fn: LossFunction | None = None,
     unties: bool = False,
+    parts: Sequence[str] = (),
+    computes_in: torch.dtype | None = None,
 ) -> LayeredModel:
     """Present a model as a sequence of sublayers, by the adapter of its class or by running it.
 
@@ -64,14 +68,25 @@ def adapt(
         read: reads a few samples, for a model whose class has no adapter.
         loss_fn: the user's own, in whose place no loss of the model is looked for.
         unties: whether a head gets copies of the tensors that it shares with layers below.
+        parts: names of modules that are layer 0, wherever they are; they are frozen.
+        computes_in: the dtype of the run's autocast, in which parts are run.
     Raises:
         TypeError: no adapter knows the model, and no samples are given.
         ValueError: the model has a setting that its sublayers cannot honour, or no row of blocks.
     """
     if isinstance(model, LayeredModel):
+        if parts and not model.parts:
+            raise TypeError(
+                f"parts= names modules of a model, {[*parts]}, and the model is a LayeredModel; "
+                "give the model itself"
+            )
         return model
     refuse_no_module(model)
     refuse_peft(model)
+    if parts:
+        refuse_wrapper(model)
+        assert read is not None, "parts are found by running the model"
+        return adapt_parts(model, parts, read, loss_fn=loss_fn, computes_in=computes_in)
     kind = _known_kind(model)
     if kind is not None:
         build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]

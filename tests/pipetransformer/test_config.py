@@ -87,6 +87,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "cache_folder": (None, 3),
     "cache_keep": (None, 1, "yes"),
     "cache_fingerprint": (3, True),
+    "parts": (None, "tower", [3], {"tower"}),
     "metrics": (len, {"f1": 0.5}, {1: len}, {"loss": len}, {"epoch": len}),
 }  # fmt: skip
 
