@@ -137,7 +137,8 @@ class ModelWatch:
             key
             for hooks in filter(None, self._hooks)
             for key, hook in hooks.items()
-            if getattr(hook, "__name__", "") != "make_inputs_require_grads"
+            # Ours come and go as others serve the model, such as an evaluation.
+            if not _is_ours(hook) and getattr(hook, "__name__", "") != "make_inputs_require_grads"
         ]
 
     def _forwards_now(self) -> list[Any]:

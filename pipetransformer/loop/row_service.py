@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm
 
 from autocache import CacheStats
@@ -71,6 +72,7 @@ class RowService:
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
         self._has_told = False
+        self._begun = WeakSet[DataLoader[Any]]()  # Loaders that have begun an epoch.
         self._account: RowAccount | None = None
         _refuse_sharded(model)
         _refuse_prompts(model)
@@ -327,7 +329,8 @@ class RowService:
         """Have iterations of the loader that begin within the block give cached batches."""
         base = base_of(loader)
         # Persistent workers keep their first seeds.
-        is_first = self.epoch == 0 and base._iterator is None
+        is_first = base not in self._begun and base._iterator is None
+        self._begun.add(base)
         draws = not base.persistent_workers or is_first
         return giving_indices(base, self.announce, self.made, draws=draws)
 

@@ -141,6 +141,46 @@ def test_an_evaluation_within_an_epoch_changes_nothing_and_has_rows(kind: str) -
 
 
 @KINDS
+def test_an_evaluation_leaves_the_rows_of_the_training(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, hits = _model(), list[int]()
+    held_out = [DataLoader(_Data(NUM_HELD_OUT, seed), batch_size=3) for seed in range(6)]
+    with _attached(model, kind) as cached:
+
+        def epoch(loader: DataLoader[Any]) -> Iterator[Any]:
+            yield from cached.epoch(loader)
+            hits.append(cached.stats.hits)
+
+        evaluated = iter(held_out * 2)  # More than there is place for.
+        _train(model, epoch, lambda _: cached.evaluation(next(evaluated)))
+    assert hits[-1] == NUM
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_evaluation_draws_what_its_loader_draws(num_workers: int) -> None:
+    def states(*, has_rows: bool) -> list[Tensor]:
+        model, found = _model(), list[Tensor]()
+        more = {"num_workers": num_workers, "persistent_workers": bool(num_workers)}
+        held_out: list[DataLoader[Any]] = [
+            DataLoader(_Data(NUM_HELD_OUT, 2), batch_size=3, shuffle=True, **more)
+            for _ in range(2)
+        ]
+        with _attached(model, "parts") as cached:
+            torch.manual_seed(0)
+            for batch in cached.epoch(DataLoader(_Data(NUM, 1), batch_size=4)):
+                model(batch["x"])
+                for loader in held_out:
+                    _evaluate(model, cached.evaluation(loader) if has_rows else loader)
+                    found.append(torch.get_rng_state())
+        return found
+
+    for one, other in zip(states(has_rows=True), states(has_rows=False), strict=True):
+        assert torch.equal(one, other)
+
+
+@KINDS
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_an_evaluation_that_is_left_or_stands_open_changes_no_step(
     kind: str, is_closed: bool
