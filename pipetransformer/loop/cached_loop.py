@@ -157,7 +157,9 @@ class CachedLoop:
         self._num_begun = self.num_frozen = 0
         self._rows: RowService | None = None
         self._evaluations = list[RowService]()
-        self._is_closed = self._has_told = self._is_evaluating = False
+        self._within: object = None  # An epoch that has begun, and not ended.
+        self._is_closed = self._has_told = False
+        self._evaluating: RowService | None = None
         # At `close`, or where the loop is dropped.
         self._never_begun = weakref.finalize(
             self,
@@ -218,28 +220,34 @@ class CachedLoop:
 
     def _evaluated(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._refuse_closed()
-        if self._is_evaluating:
-            raise ValueError("another evaluation is under way: end it, or close its iterator")
+        self._refuse_evaluating()
         if self._rows is None or not self._rows.may_serve:
             yield from loader
             return
-        forward, self._is_evaluating = self._rows.forward, True
-        forward.pause()
+        training, rows = self._rows.forward, None
+        training.pause()
         try:
-            rows = self._evaluation_rows(loader)
+            self._evaluating = rows = self._evaluation_rows(loader)
+            rows.epoch = epoch = rows.epoch + 1
             with torch.inference_mode(False):
                 rows.forward.resume()
                 rows.set_depth(self.num_frozen)
             rows.forget_stats()
-            rows.epoch += 1
-            try:
-                yield from rows.batches(loader) if rows.may_serve else loader
-            finally:
-                rows.forward.pause()
+            for batch in rows.batches(loader) if rows.may_serve else loader:
+                yield batch
+                if self._evaluating is not rows or rows.epoch != epoch:
+                    raise ValueError("this evaluation has ended, as the loop has begun an epoch")
         finally:
-            self._is_evaluating = False
-            if not self._is_closed:
-                forward.resume()
+            if rows is None:
+                training.resume()
+            elif self._evaluating is rows and rows.epoch == epoch:
+                self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
+        rows, self._evaluating = self._evaluating, None
+        if rows is not None and self._rows is not None and not self._is_closed:
+            rows.forward.pause()
+            self._rows.forward.resume()
 
     def _evaluation_rows(self, loader: DataLoader[Any]) -> RowService:
         assert self._rows is not None
@@ -276,6 +284,9 @@ class CachedLoop:
         """
         self._never_begun.detach()
         self._refuse_closed()
+        self._refuse_evaluating()
+        if self._within is not None:
+            raise ValueError("an epoch is under way: fill rows before it, or behind it")
         if isinstance(self._freezes, EpochPolicy):
             raise ValueError("a policy decides what freezes: rows are filled of parts= or numbers")
         rows = self._start(loader)
@@ -300,9 +311,22 @@ class CachedLoop:
         if self._is_closed:
             raise ValueError("this loop was closed; attach the model anew")
 
+    def _refuse_evaluating(self) -> None:
+        if self._evaluating is not None:
+            raise ValueError("an evaluation is under way: end it, or close its iterator")
+
     def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._never_begun.detach()
         self._refuse_closed()
+        self._end_evaluation()  # One may have been left, and its iterator kept.
+        own = self._within = object()
+        try:
+            yield from self._served(loader)
+        finally:
+            if self._within is own:
+                self._within = None
+
+    def _served(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if isinstance(self._freezes, EpochPolicy) and self._freezes.dry_run:
             self._ask(self._freezes, loader, None)
             self._num_begun += 1

@@ -24,8 +24,12 @@ _MOST_MEMBERS = 256
 """Of a list or a dict, such as the scales of a module's adapters; a larger one is data."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-_OF_CHECKPOINTS = {"_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks"}
-"""Attributes that change no number. TRL's DPO makes them anew in each step."""
+_HARMLESS = {
+    "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks",
+    "_frozen_in_place",
+}  # fmt: skip
+"""Attributes that change no number. TRL's DPO makes three of them anew in each step; the last one
+is by `freeze`, which says itself what it freezes."""
 
 _VERSION = operator.attrgetter("_version")
 
@@ -159,7 +163,7 @@ def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
     for name in _plain_names(attributes):
         value = attributes[name]
         # `forward` is looked at of each module, whether it has one or not.
-        if name == "forward" or name in _OF_CHECKPOINTS:
+        if name == "forward" or name in _HARMLESS:
             continue
         yield attributes, name
         members = value if type(value) is dict else getattr(value, "__dict__", None)

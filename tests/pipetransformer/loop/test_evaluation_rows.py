@@ -152,7 +152,7 @@ def test_an_evaluation_leaves_the_rows_of_the_training(
             yield from cached.epoch(loader)
             hits.append(cached.stats.hits)
 
-        evaluated = iter(held_out * 2)  # More than there is place for.
+        evaluated = iter([held_out[0], *held_out * 2])  # More than there is place for.
         _train(model, epoch, lambda _: cached.evaluation(next(evaluated)))
     assert hits[-1] == NUM
     assert not caplog.records
@@ -215,14 +215,32 @@ def test_an_evaluation_that_is_left_or_stands_open_changes_no_step(
 def test_evaluations_do_not_nest() -> None:
     model = _model()
     with _attached(model, "parts") as cached:
-        for batch in cached.epoch(DataLoader(_Data(NUM, 1), batch_size=4)):
+        loader = DataLoader(_Data(NUM, 1), batch_size=4)
+        for batch in cached.epoch(loader):
             model(batch["x"])
         batches = cached.evaluation(_held_out())
         next(batches)
-        with pytest.raises(ValueError, match="another evaluation is under way"):
+        with pytest.raises(ValueError, match="an evaluation is under way"):
             next(cached.evaluation(_held_out()))
+        with pytest.raises(ValueError, match="an evaluation is under way"):
+            cached.fill(loader)
         batches.close()  # type: ignore[attr-defined]
         assert len(list(cached.evaluation(_held_out()))) == 3
+
+
+def test_an_epoch_ends_an_evaluation_that_was_left() -> None:
+    model = _model()
+    loader, held_out = DataLoader(_Data(NUM, 1), batch_size=4), _held_out()
+    with _attached(model, "blocks") as cached:
+        for batch in cached.epoch(loader):
+            model(batch["x"])
+        batches = cached.evaluation(held_out)
+        next(batches)
+        for batch in cached.epoch(loader):  # Of another depth.
+            model(batch["x"])
+        assert len(list(cached.evaluation(held_out))) == 3
+        with pytest.raises(ValueError, match="has begun an epoch"):
+            next(batches)
 
 
 def test_a_teacher_has_rows_in_an_evaluation() -> None:
@@ -286,6 +304,20 @@ def test_what_cannot_be_filled_is_refused() -> None:
         attach(model, freeze="budget:0.7", optimizer=optimizer, num_epochs=2) as a,
     ):
         a.fill(loader)
+
+
+@KINDS
+def test_rows_are_not_filled_within_an_epoch(kind: str) -> None:
+    model, loader = _model(), DataLoader(_Data(NUM, 1), batch_size=4)
+    with _attached(model, kind) as cached:
+        batches = cached.epoch(loader)
+        model(next(batches)["x"])
+        # Two blocks would freeze as in the next epoch.
+        with pytest.raises(ValueError, match="an epoch is under way"):
+            cached.fill(loader)
+        assert cached.num_frozen == 1
+        batches.close()  # type: ignore[attr-defined]
+        cached.fill(loader)
 
 
 def _fill(folder: str) -> tuple[int, int]:
