@@ -118,9 +118,6 @@ class LoopModel:
             show = self._with_parts if settings.parts else self._presented
             layered = show(model, config, settings)
             self._set_apart(layered, loader, settings, config)
-            packing = row_of(layered).packing
-            if packing is not None and packing.most_bytes is not None:
-                config = replace(config, prefix_chunk=1)  # Samples run one by one.
             if "cache_check" not in settings.cache and not TargetSource(self.samples).knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")

@@ -18,9 +18,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from autopipe.random_state import random_state
+from pipetransformer.checks import differ
 from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.replaced_forward import in_own_forward
@@ -28,6 +29,7 @@ from pipetransformer.model import (
     Packing,
     Row,
     Task,
+    UnlikeAnswerError,
     forward_parameters,
     replaced,
     row_of,
@@ -42,6 +44,10 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 class _Reached(BaseException):
     """Leave a model's forward; no model's own `except Exception` catches it."""
+
+
+class _LeftOutError(RuntimeError):
+    """Say that a model's forward has not called a part."""
 
 
 @final
@@ -137,7 +143,7 @@ class PartialForward:
             (B, ...), what block last - 1 returns, and all answers of the blocks that ran.
         """
         num = len(next(iter(entries.values())) if hidden is None else hidden)
-        if num > 1 and not self.runs_together:
+        if not self.runs_together:
             return self._one_by_one(entries, num, last=last, training=training)
         answers = self._run(entries, first=first, last=last, hidden=hidden, training=training)
         return self._reached(answers, last, num), [*self._encoded.values(), *answers]
@@ -171,7 +177,7 @@ class PartialForward:
         if self.row.packing is not None:
             names = zip(self.row.packing.names, answers, strict=True)
             missed = [name for name, answer in names if answer is None]
-            raise RuntimeError(
+            raise _LeftOutError(
                 f"the model's forward has left out {', '.join(map(repr, missed))}, which it has "
                 "called before; parts must be called in each forward: close this loop where that "
                 "changes"
@@ -183,10 +189,45 @@ class PartialForward:
     ) -> tuple[Tensor, list[Any]]:
         """Run samples alone: of several at once it is not known whose an entry is."""
         alone = [
-            self({name: entry[place : place + 1] for name, entry in entries.items()}, **how)
+            self._alone({name: one[place : place + 1] for name, one in entries.items()}, **how)
             for place in range(num)
         ]
-        return torch.cat([row for row, _ in alone]), alone[0][1]
+        mate = {name: one[:1] for name, one in self._example.items() if name in entries}
+        if num == 1 and all(mate[name].shape == entries[name].shape for name in mate):
+            entries = {n: torch.cat([entries[n], one.to(entries[n])]) for n, one in mate.items()}
+            alone.append(self._alone(mate, **how))
+        rows = torch.cat([row for row, _ in alone])
+        if len(rows) > 1:
+            self._refuse_unlike(entries, rows, **how)
+        return rows[:num], next((answers for _, answers in alone if answers), [])
+
+    def _alone(self, entries: Mapping[str, Tensor], **how: Any) -> tuple[Tensor, list[Any]]:
+        packing = self.row.packing
+        assert packing is not None
+        try:
+            answers = self._run(entries, first=0, hidden=None, **how)
+        except _LeftOutError:  # As it has nothing for a part, which its mates show.
+            return packing.of_none(next(self._model.parameters()).device), []
+        return packing.packed(answers, 1), answers
+
+    def _refuse_unlike(self, entries: Mapping[str, Tensor], rows: Tensor, **how: Any) -> None:
+        """Raise an error where samples together have other entries than each of them alone."""
+        packing = self.row.packing
+        assert packing is not None
+        if packing.lacks(rows):
+            return
+        known = packing.tensors(rows)
+        try:
+            answers = self._run(entries, first=0, hidden=None, **how)
+            together = [one for one in tree_leaves(answers) if isinstance(one, Tensor)]
+        except _LeftOutError:
+            together = [one[:0] for one in known]
+        pairs = zip(known, together, strict=True)
+        if any(differ(one, other, self._task.computes_in) for one, other in pairs):
+            raise UnlikeAnswerError(
+                f"{self.row.name} return other entries for samples of one batch than for each of "
+                "these samples alone, or in another order; leave them out of parts="
+            )
 
     def _reached(self, answers: list[Any], last: int, num: int) -> Tensor:
         if self.row.packing is not None:

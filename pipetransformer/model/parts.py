@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -142,6 +143,11 @@ class Packing:
                 )
             tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return self.joined(tensors)
+
+    def of_none(self, device: torch.device) -> Tensor:
+        """Return the row of a sample that has no entry, where entries are counted."""
+        shapes = self._shapes
+        return self.joined([torch.empty((0, *one), dtype=d, device=device) for one, d in shapes])
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return rows of the tensors of all answers."""
@@ -288,6 +294,7 @@ class _Record:
             stack.callback(register_module_forward_pre_hook(note).remove)
             stack.enter_context(Reads(self._note_read))
             stack.enter_context(_Operations(self._note_operation))
+            stack.enter_context(_Lists(self._note_list))
             yield
 
     @property
@@ -308,12 +315,19 @@ class _Record:
         (self.above if self.is_reached else self.below).add(module)
 
     def _note_operation(self, func: Any, args: Sequence[Any]) -> None:
-        if self.is_reached or torch.Tag.dynamic_output_shape not in func.tags:
+        if self.is_reached:
+            return
+        # A whole number may say how many are taken, as `x[:n]` does.
+        self.selects |= func is torch.ops.aten._local_scalar_dense.default and _counts(args[0])
+        if torch.Tag.dynamic_output_shape not in func.tags:
             return
         # Whole numbers take as many as they are; others as many as the values say.
         indices = args[1] if func is torch.ops.aten.index.Tensor else [None]
         kinds = {None if one is None else one.dtype for one in indices}
         self.selects |= func is not torch.ops.aten.index.Tensor or bool(kinds & {*_MASKS})
+
+    def _note_list(self, one: Tensor) -> None:
+        self.selects |= not self.is_reached and _counts(one)
 
     def _note_read(self, identity: int) -> None:
         if not self.is_reached:
@@ -321,6 +335,10 @@ class _Record:
 
 
 _MASKS = (torch.bool, torch.uint8)
+
+
+def _counts(one: Tensor) -> bool:
+    return one.dtype != torch.bool and not one.is_floating_point() and not one.is_complex()
 
 
 @dataclass
@@ -336,6 +354,23 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.note(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Lists(TorchFunctionMode):
+    """Note of which tensors values are taken past torch's operators."""
+
+    note: Callable[[Tensor], None]
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self.note(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -389,8 +424,14 @@ def present_parts(
 
         def run_from_rows(given: Entries) -> list[Any]:
             torch.manual_seed(0)
-            with served(tuple(parts.values()), lambda part: packing.unpacked(part, rows)):
-                return tree_leaves(run(given))
+            asked = list[int]()
+
+            def answer(part: int) -> Any:
+                asked.append(part)
+                return packing.unpacked(part, rows)
+
+            with served(tuple(parts.values()), answer):
+                return [*tree_leaves(run(given)), torch.tensor(asked)]
 
         unread = [name for name in entries if is_unread(model, entries, name, run_from_rows)]
         read = {
@@ -491,7 +532,8 @@ def _packed(record: _Record, trial: PartTrial) -> tuple[Packing, Tensor]:
         found = [_alone(record, trial.run, one) for one in (*pair, *few)]
         alone = [flat for flat in found if flat is not None]
         record.answers = whole
-        if len(alone) == len(found):
+        kinds = {tuple((t.shape[1:], t.dtype) for t in _tensors(flat)) for flat in alone}
+        if len(alone) == len(found) and len(kinds) == 1:
             packing = Packing.counting(alone)
             rows = torch.cat([packing.joined(_tensors(flat)) for flat in alone[:num]])
             if [t.shape for t in packing.tensors(rows)] == [t.shape for t in _tensors(whole)]:
@@ -509,9 +551,9 @@ def _alone(
         with record.listening():
             run(entries)
     except Exception:  # Any: behind the parts it is of no matter.
-        if not record.is_reached:
-            return None
-    return {name: record.answers[name] for name in record.parts}
+        pass
+    # One that has nothing for a part may leave it out.
+    return {n: record.answers[n] for n in record.parts} if record.is_reached else None
 
 
 def _row(model: nn.Module, record: _Record, packing: Packing) -> Row:
