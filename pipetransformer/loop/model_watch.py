@@ -175,7 +175,8 @@ def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
 
 
 def _but_ours(forward: Any) -> Any:
-    return None if forward is not None and _is_ours(forward) else forward
+    """Return what ours has taken the place of, such as a forward that accelerate has set."""
+    return getattr(forward, "own", None) if forward is not None and _is_ours(forward) else forward
 
 
 def _is_ours(value: Any) -> bool:
@@ -263,6 +264,7 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(own_random_numbers(device))
         stack.enter_context(left_as_found([model], device))
         stack.enter_context(_without_others_hooks(model))
+        stack.enter_context(_without_zeros(model))
         # A loop may be within a checkpoint, which counts what its forward saves.
         stack.enter_context(saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         try:
@@ -276,6 +278,30 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
             for hooks, had in hooked:
                 for key in [key for key in hooks if key not in had]:
                     del hooks[key]
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Have weights that train, and begin at zero, show what lies behind them.
+
+    LoRA's second factor, a gate or a new head: what they hide would be taken for of no use.
+    """
+    values: dict[nn.Parameter, Tensor] = {}
+    try:
+        for weight in model.parameters():
+            if weight.requires_grad and _is_zero(weight):
+                values[weight] = weight.data
+                num_inputs = weight[0].numel() if weight.ndim > 1 else 4
+                weight.data = torch.randn_like(weight.data) / num_inputs**0.5
+        yield
+    finally:
+        for weight, value in values.items():
+            weight.data = value
+
+
+def _is_zero(weight: Tensor) -> bool:
+    # Most are told by their first number.
+    return weight.numel() > 0 and not bool(weight.flatten()[0]) and not bool(weight.any())
 
 
 @contextmanager
