@@ -32,6 +32,7 @@ from pipetransformer.model import (
     PartTrial,
     Task,
     adamw,
+    forward_parameters,
     names_of,
     present,
     present_parts,
@@ -250,7 +251,8 @@ def look_at(
     try:
         return LoopModel(model, loader, whole_form, calls, settings)
     except ForwardFailedError:
-        labels = calls[0].targets
+        takes = forward_parameters(model)
+        labels = {name: one for name, one in calls[0].targets.items() if one in takes}
         if not labels:
             raise
         # A decoder whose inputs are made of labels: they are inputs as others are.

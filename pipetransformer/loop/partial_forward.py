@@ -188,18 +188,32 @@ class PartialForward:
         self, entries: Mapping[str, Tensor], num: int, **how: Any
     ) -> tuple[Tensor, list[Any]]:
         """Run samples alone: of several at once it is not known whose an entry is."""
+        own = num  # A chunk is filled up with its last sample, which runs once.
+        while own > 1 and all(torch.equal(one[own - 1], one[own - 2]) for one in entries.values()):
+            own -= 1
+        entries = {name: one[:own] for name, one in entries.items()}
         alone = [
             self._alone({name: one[place : place + 1] for name, one in entries.items()}, **how)
-            for place in range(num)
+            for place in range(own)
         ]
-        mate = {name: one[:1] for name, one in self._example.items() if name in entries}
-        if num == 1 and all(mate[name].shape == entries[name].shape for name in mate):
+        if own == 1 and (mate := self._mate_of(entries)) is not None:
             entries = {n: torch.cat([entries[n], one.to(entries[n])]) for n, one in mate.items()}
             alone.append(self._alone(mate, **how))
         rows = torch.cat([row for row, _ in alone])
         if len(rows) > 1:
             self._refuse_unlike(entries, rows, **how)
-        return rows[:num], next((answers for _, answers in alone if answers), [])
+        answers = next((answers for _, answers in alone if answers), [])
+        return rows[torch.arange(num).clamp(max=own - 1)], answers
+
+    def _mate_of(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return another sample of the same shape, (1, ...), if one is at hand."""
+        for place in range(len(next(iter(self._example.values())))):
+            mate = {n: one[place : place + 1] for n, one in self._example.items() if n in entries}
+            pairs = [(one, entries[name].to(one.device)) for name, one in mate.items()]
+            is_another = not all(torch.equal(one, other) for one, other in pairs)
+            if is_another and all(one.shape == other.shape for one, other in pairs):
+                return mate
+        return None
 
     def _alone(self, entries: Mapping[str, Tensor], **how: Any) -> tuple[Tensor, list[Any]]:
         packing = self.row.packing

@@ -89,12 +89,12 @@ def row_account(known: LoopModel, from_rows: FromRows) -> RowAccount:
     off = torch.autocast(device.type, enabled=False)  # Not that around the loop.
     with left_alone(model, device), off, whole_in_mode(model, training=True):
         batch = samples.probe(samples.spread(_NUM_SAMPLES))
-        repeated = torch.arange(num) % len(next(iter(batch.values())))
         names = [name for name in task.model.inputs if name in batch]
-        entries = {name: batch[name][repeated].to(device) for name in names}
+        few = {name: batch[name].to(device) for name in names}
         with torch.no_grad():
-            rows = known.run_blocks(entries, 0, 1)
-            fill_s = _seconds(lambda: known.run_blocks(entries, 0, 1).clone(), device)
+            rows = known.run_blocks(few, 0, 1)
+        repeated = torch.arange(num, device=device) % len(rows)
+        entries = {name: one[repeated] for name, one in few.items()}
 
         def timed(run: Callable[[], Any]) -> float:
             def step() -> None:
@@ -104,10 +104,12 @@ def row_account(known: LoopModel, from_rows: FromRows) -> RowAccount:
 
             return _seconds(step, device)
 
-        whole_s, short_s = None, 0.0
-        if model not in known.blocks:  # Of the step around a teacher nothing is known.
-            with suppress(Exception):  # Any: it cannot be run on these entries alone.
-                short_s = timed(lambda: from_rows(entries, rows.clone(), {}))
+        whole_s, short_s, fill_s = None, 0.0, 0.0
+        with suppress(Exception):  # Any: it cannot be run on these entries alone, or repeated.
+            with torch.no_grad():
+                fill_s = _seconds(lambda: known.run_blocks(entries, 0, 1).clone(), device)
+            if model not in known.blocks:  # Of the step around a teacher nothing is known.
+                short_s = timed(lambda: from_rows(entries, rows[repeated], {}))
                 whole_s = timed(lambda: known.partial.whole(entries))
     row_bytes = rows.element_size() * rows[0].numel()
     num_rows = len(samples.dataset)

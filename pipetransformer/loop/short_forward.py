@@ -295,7 +295,15 @@ class ShortForward:
         rows = [read[number][place] for number, place in mark.table.tolist()]
         return torch.stack(rows).to(entry.device, entry.dtype)
 
-    def _end(self, *_: object) -> None:
+    def _end(self, _model: nn.Module, _given: object, answer: object) -> None:
+        missed = [name for i, name in enumerate(self._names) if i not in self._answered]
+        is_read = all(not batch.not_read for batch in self._batches)
+        if self._rows is not None and missed and not is_read and answer is not None:
+            self._rows = None
+            raise ValueError(
+                f"this forward leaves out {missed[0]!r}, which it has called before, and computes "
+                f"of what was not read, as it had rows: give reads={self._inputs!r}"
+            )
         if self._rows is not None and self._rows._version != self._version:
             for batch in self._batches:  # The next forward of them needs what was read.
                 batch.depth = _WRITTEN
@@ -391,11 +399,15 @@ class ShortForward:
             return
         leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         if any(leaf.is_floating_point() and bool(leaf.isnan().any()) for leaf in leaves):
-            inputs = tuple(n for call in self._call.calls for n in call.parameters)
             raise ValueError(
                 f"a checkpoint runs {name!r} again in the backward, but has nothing to run it on, "
-                f"as it had a row: give reads={inputs!r}, or checkpoint only what is behind it"
+                f"as it had a row: give reads={self._inputs!r}, or checkpoint only what is behind "
+                "it"
             )
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return tuple(name for call in self._call.calls for name in call.parameters)
 
     def _refuse_other_autocast(self, kind: str, due: torch.dtype | None) -> None:
         now = autocast_dtype(kind)

@@ -144,3 +144,21 @@ def test_a_sample_that_has_other_entries_alone_is_refused() -> None:
     assert _hits(_never_none, 1.0, (1, 2, 3)) == NUM
     with pytest.raises(ValueError, match="'tower' return other entries for samples of one batch"):
         _run(_never_none, 1.0, RARELY, by_hand=False)
+
+
+def test_a_chunk_that_is_filled_up_runs_no_sample_again() -> None:
+    model, runs = _Model(_by_mask, 1.0), list[int]()
+    run = model.tower.forward
+    model.tower.forward = lambda x: [runs.append(len(x)), run(x)][1]  # type: ignore[method-assign,assignment]
+    samples = [{"x": torch.randn(2, 4), "num": torch.tensor(2), "y": n} for n in range(5)]
+    with attach(model, parts=["tower"], cache=True, prefix_chunk=4) as cached:
+        batches = cached.epoch(DataLoader(samples, batch_size=4))  # type: ignore[arg-type]
+        next(batches)
+        runs.clear()
+        next(batches)  # One sample, with a mate.
+    assert runs == [2, 2, 4]
+
+
+def test_samples_that_have_nothing_for_a_part_are_named_where_these_are_looked_at() -> None:
+    with pytest.raises(ValueError, match="calls 'tower' not at all for two samples"):
+        _run(_left_out, 1.0, (0, 1, 2), by_hand=False)

@@ -138,6 +138,19 @@ def _not_at_all(self: Any, x: Tensor) -> Tensor:
     return self.head(values[:, :8] if vars(self).get("skips") else self.tower(values))
 
 
+class Gated(Plain):
+    """Write into one of two equal answers, of which the other is behind a gate of zero."""
+
+    def __init__(self) -> None:
+        super().__init__(Returning(lambda hidden: (hidden, hidden)))
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.tower(x.flatten(1))
+        answer: Tensor = self.head(one.mul_(2)) + self.gate * self.head(other)
+        return answer
+
+
 class Notes:
     """Keep what a module within the tower returned, as a hook of the model's own."""
 
@@ -304,6 +317,7 @@ _NOT_CACHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "aliases, one of them written": (
         _returning(lambda h: (h, h), lambda a: (a[0].mul_(2), a[1])[1]), "from rows the model"
     ),
+    "aliases behind a gate of zero": (Gated, "from rows the model"),
     "length of the batch": (
         _returning(lambda h: (h, len(h)), lambda a: a[0] * a[1]), "3 for some samples"
     ),
@@ -344,6 +358,22 @@ def test_a_part_that_is_called_otherwise_later_is_refused(
 ) -> None:
     with pytest.raises((ValueError, RuntimeError), match=text):
         _run(_model(forward), by_hand=False, begin=partial(_set, flag))
+
+
+def test_a_part_that_is_left_out_later_needs_what_is_computed_instead() -> None:
+    epochs = list[int]()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        values = x.flatten(1)
+        is_last = epochs[-1] == _EPOCHS - 1
+        return self.head(values[:, :8].nan_to_num() if is_last else self.tower(values))
+
+    def begin(_: nn.Module, epoch: int) -> None:
+        epochs.append(epoch)
+
+    with pytest.raises(ValueError, match=r"leaves out 'tower'.* give reads=\('x',\)"):
+        _run(_model(forward), by_hand=False, begin=begin)
+    assert _is_as_by_hand(_model(forward), begin=begin, reads=("x",))[1] == _NUM
 
 
 def test_a_checkpoint_around_a_part_needs_what_it_runs_again_on() -> None:
