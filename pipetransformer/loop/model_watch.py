@@ -26,10 +26,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 _HARMLESS = {
     "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks",
-    "_frozen_in_place",
+    "_frozen_in_place", "_output_capturing_hooks_installed",
 }  # fmt: skip
-"""Attributes that change no number. TRL's DPO makes three of them anew in each step; the last one
-is by `freeze`, which says itself what it freezes."""
+"""Attributes that change no number. TRL's DPO makes three of them anew in each step; `freeze` says
+itself what it freezes; transformers notes at the first forward that it has hooked blocks."""
+_HARMLESS_HOOKS = {"make_inputs_require_grads", "output_capturing_hook"}
 
 _VERSION = operator.attrgetter("_version")
 
@@ -142,7 +143,7 @@ class ModelWatch:
             for hooks in filter(None, self._hooks)
             for key, hook in hooks.items()
             # Ours come and go as others serve the model, such as an evaluation.
-            if not _is_ours(hook) and getattr(hook, "__name__", "") != "make_inputs_require_grads"
+            if not _is_ours(hook) and getattr(hook, "__name__", "") not in _HARMLESS_HOOKS
         ]
 
     def _forwards_now(self) -> list[Any]:
@@ -150,8 +151,10 @@ class ModelWatch:
         return [*map(dict.get, self._attributes, repeat("forward"))]
 
     def _sizes_now(self) -> list[int]:
-        """Return how many attributes each module has, but `forward`, which we may set."""
-        return [len(own) - ("forward" in own) for own in self._attributes]
+        """Return how many attributes each module has, but those that come with a first forward."""
+        return [
+            len(own) - ("forward" in own) - (_AT_FIRST_FORWARD in own) for own in self._attributes
+        ]
 
     def _values_now(self) -> list[tuple[Any, ...]]:
         pairs = zip(self._getters, self._containers, strict=True)

@@ -81,7 +81,9 @@ def _by_hand(model: nn.Module, case: PartCase, **settings: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_part_runs_once_a_sample_and_nothing_else_changes(name: str) -> None:
+def test_a_part_runs_once_a_sample_and_nothing_else_changes(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
@@ -101,6 +103,8 @@ def test_a_part_runs_once_a_sample_and_nothing_else_changes(name: str) -> None:
         rounds = 0 if case.collate is None else 1e-6
         assert _train(model, case, epoch) == pytest.approx(expected, rel=rounds, abs=0)
     assert counted[-1] == (0, NUM_SAMPLES)
+    # LLaVA's first forward hooks its tower's blocks; rows made before went, and it seemed slow.
+    assert "were changed" not in caplog.text
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=10 * rounds, atol=10 * rounds)
 
