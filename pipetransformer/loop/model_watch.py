@@ -24,12 +24,13 @@ _MOST_MEMBERS = 256
 """Of a list or a dict, such as the scales of a module's adapters; a larger one is data."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+_AT_FIRST_FORWARD = "_output_capturing_hooks_installed"
+"""The attribute by which transformers notes that it has hooked blocks, to return their states."""
 _HARMLESS = {
     "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks",
-    "_frozen_in_place", "_output_capturing_hooks_installed",
+    "_frozen_in_place", _AT_FIRST_FORWARD,
 }  # fmt: skip
-"""Attributes that change no number. TRL's DPO makes three of them anew in each step; `freeze` says
-itself what it freezes; transformers notes at the first forward that it has hooked blocks."""
+"""Attributes that change no number. TRL's DPO makes some anew in each step."""
 _HARMLESS_HOOKS = {"make_inputs_require_grads", "output_capturing_hook"}
 
 _VERSION = operator.attrgetter("_version")
