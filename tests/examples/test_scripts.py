@@ -101,11 +101,9 @@ def test_a_script_is_short_and_says_how_it_is_started(path: Path) -> None:
 def test_the_table_has_each_script_once_with_a_line_of_its_docstring() -> None:
     table = (ROOT / "examples/README.md").read_text()
     rows = re.findall(r"^\| \[[^]]*\]\(([^)]*)\) .*?`([^`]*)`", table, re.MULTILINE)
-    assert len(SCRIPTS) == 8
-    assert sorted(name for name, _ in rows) == [
-        "freeze_and_cache.ipynb",
-        *(path.name for path in SCRIPTS),
-    ]
+    assert len(SCRIPTS) == 12
+    scripts = [path.name for path in SCRIPTS]
+    assert sorted(name for name, _ in rows) == sorted(["freeze_and_cache.ipynb", *scripts])
     for name, line in rows:
         assert name.endswith(".ipynb") or line in (ROOT / "examples" / name).read_text()
 
@@ -253,6 +251,35 @@ def test_own_model_is_verified_and_learns(capsys: pytest.CaptureFixture[str]) ->
 def test_own_policies_freeze_by_a_function_and_by_a_class() -> None:
     function, kind = script("own_policy").main(num_samples=64, epochs=6)
     assert 0 < function.frozen < 5 and 0 < kind.frozen < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "num_rows"),
+    [
+        ("vision_language", ["--num_samples", "16"], 16),
+        ("speech", ["--num_samples", "16"], 3 * 16),
+        ("backbone", [], 320),
+        ("distillation", ["--teacher_width", "8"], 1797),
+    ],
+)
+def test_a_frozen_part_is_read_from_rows_and_nothing_else_changes(
+    name: str, arguments: list[str], num_rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(name).main(arguments)
+    said = capsys.readouterr().out
+    found = re.search(r"(\d+) .*rows read .*; (?:losses|weights) differ by (.*)", said)
+    assert found and int(found[1]) == num_rows
+    # Rows are computed with other samples, in another order of sums.
+    assert float(found[2]) < 1e-5
+    values = [float(value) for value in re.findall(r"epoch \d: loss ([\d.]+)", said)]
+    assert values[-1] < values[-4] if values else name in ("speech", "backbone")
+
+
+def test_backbone_reads_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(photos(tmp_path / "photos"))
+    (folder / "val").rename(folder / "test")
+    script("backbone").main([str(folder)])
+    assert "48 images' rows read in epoch 2" in capsys.readouterr().out
 
 
 def test_a_policy_of_ones_own_goes_on_where_it_was() -> None:
