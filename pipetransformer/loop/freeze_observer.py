@@ -184,18 +184,14 @@ class FreezeObserver:
 
     def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note an evaluation's results, for policies."""
-        if self.parts:
-            return
         # Joined: evaluations of several data sets have metrics of different names.
         self._metrics |= metrics
         self._evaluated_at = step
 
     def publish(self) -> None:
-        """Watch no more, and log what was seen; of a dry run as a warning, to be read."""
-        if self.parts:
-            return
+        """Watch no more, and log what was seen, if anything; a dry run's as a warning."""
         self._stop_timing()
-        if _is_first_rank():
+        if self._looks and _is_first_rank():
             level = logging.WARNING if self.dry_run else logging.INFO
             _LOGGER.log(level, "%s", self.advice)
 
