@@ -4,6 +4,7 @@
     [(B, 3, H, W), (B,), (B,)]                 entries "0", "1", "2"
     ({"x": (B, S)}, ["a", "b", ...])           entry "0.x"; the strings are no entry
     {"input_ids": (2B, S), "margin": (B,)}     "input_ids" has two rows for each sample
+    {"x": (B, S), "labels": [{...}, {...}]}    entry "x"; a list of what each sample has is none
 
 An entry is a tensor with as many rows for each sample, mostly one. A batch of entries alone can
 be made of rows, and of entries that are kept. Any other is made by the loader's own collate_fn,
@@ -42,6 +43,7 @@ class BatchForm:
         is_whole: whether a batch has nothing but entries.
         rows: of each entry; a bundle has any number of them for a sample.
         bundles: names of these.
+        lists: where a batch has a list with an item for each sample, such as a detector's boxes.
     """
 
     example: Any
@@ -49,6 +51,7 @@ class BatchForm:
     is_whole: bool
     rows: Mapping[str, SampleRows]
     bundles: frozenset[str] = frozenset()
+    lists: frozenset[str] = frozenset()
 
     @staticmethod
     def of(base: DataLoader[Any], *, has_bundles: bool = False) -> BatchForm:
@@ -58,19 +61,22 @@ class BatchForm:
             has_bundles: whether entries may have other numbers of rows for some samples.
         """
         dataset: Any = base.dataset
+        batches = [base.collate_fn([dataset[0]] * size) for size in _SIZES]
+        lists = _lists_of_samples(batches)
         found: list[dict[str, int]] = []
-        for size in _SIZES:
-            batch = base.collate_fn([dataset[0]] * size)
-            leaves = dict(_leaves(batch))
+        for size, batch in zip(_SIZES, batches, strict=True):
+            leaves = dict(_leaves(batch, lists))
             found.append({n: _num_rows(leaf, size) for n, leaf in leaves.items()})
         nums = {n: num for n, num in found[-1].items() if num and found[0].get(n) == num}
         rows = {n: SampleRows() for n, num in nums.items() if num == 1}
         if several := {n: num for n, num in nums.items() if num > 1}:
             collate = base.collate_fn
-            rows |= order_of_rows(lambda items: dict(_leaves(collate(items))), dataset, several)
+            rows |= order_of_rows(
+                lambda items: dict(_leaves(collate(items), lists)), dataset, several
+            )
         bundles = frozenset[str]()
         if has_bundles:
-            bundles = bundles_of(base, lambda batch: dict(_leaves(batch)), [*leaves])
+            bundles = bundles_of(base, lambda batch: dict(_leaves(batch, lists)), [*leaves])
             rows |= dict.fromkeys(bundles, SampleRows())
         names = tuple(name for name in leaves if name in rows)
         if not names:
@@ -79,7 +85,7 @@ class BatchForm:
                 f"a batch of {_SIZES[-1]} samples has {has}: nothing in it has a row for each "
                 "sample, as a collate_fn that joins samples to one row makes it"
             )
-        return BatchForm(batch, names, len(names) == len(leaves), rows, bundles)
+        return BatchForm(batch, names, len(names) == len(leaves), rows, bundles, lists)
 
     def in_pieces(self, pieces: Pieces) -> BatchForm:
         """Return the form without entries that pieces of samples have no room for."""
@@ -102,17 +108,21 @@ class BatchForm:
     @property
     def leaf_names(self) -> dict[str, Any]:
         """Return all that a batch has, by name, of the example."""
-        return dict(_leaves(self.example))
+        return self.leaves_of(self.example)
+
+    def leaves_of(self, batch: Any) -> dict[str, Any]:
+        """Return all that a batch has, by name."""
+        return dict(_leaves(batch, self.lists))
 
     def entries_of(self, batch: Any) -> Batch:
         """Return a batch's entries, by name."""
-        leaves = dict(_leaves(batch))
+        leaves = self.leaves_of(batch)
         return {name: leaves[name] for name in self.names if name in leaves}
 
     def with_entries(self, entries: Mapping[str, Tensor], batch: Any = None) -> Any:
         """Return a batch that has these entries in the place of its own."""
         like = self.example if batch is None else batch
-        return _rebuilt(like, lambda name, leaf: entries.get(name, leaf))
+        return _rebuilt(like, lambda name, leaf: entries.get(name, leaf), self.lists)
 
     def to_learn_from(self, batch: Any) -> Any:
         """Return a batch whose entries say their names, and have no rows."""
@@ -134,11 +144,25 @@ def _described(leaf: Any) -> str:
     return str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, child in _children(value, path):
-        yield from _leaves(child, name)
-    if not _is_container(value):
+def _leaves(value: Any, lists: Collection[str] = (), path: str = "") -> Iterator[tuple[str, Any]]:
+    if path in lists or not _is_container(value):
         yield path, value
+        return
+    for name, child in _children(value, path):
+        yield from _leaves(child, lists, name)
+
+
+def _lists_of_samples(batches: Sequence[Any]) -> frozenset[str]:
+    """Return where batches of `_SIZES` have lists of as many items."""
+    found = [dict(_lengths(batch)) for batch in batches]
+    return frozenset(path for path in found[0] if tuple(one.get(path) for one in found) == _SIZES)
+
+
+def _lengths(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(value, (list, tuple)):
+        yield path, len(value)
+    for name, child in _children(value, path):
+        yield from _lengths(child, name)
 
 
 def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -158,10 +182,12 @@ def _is_container(value: Any) -> bool:
     )
 
 
-def _rebuilt(value: Any, make: Callable[[str, Any], Any], path: str = "") -> Any:
-    if not _is_container(value):
+def _rebuilt(
+    value: Any, make: Callable[[str, Any], Any], lists: Collection[str], path: str = ""
+) -> Any:
+    if path in lists or not _is_container(value):
         return make(path, value)
-    children = [_rebuilt(child, make, name) for name, child in _children(value, path)]
+    children = [_rebuilt(child, make, lists, name) for name, child in _children(value, path)]
     if isinstance(value, Mapping):
         made = dict(zip(value, children, strict=True))
         # transformers' tokenizers make a mapping that has `.to(device)`.
@@ -231,7 +257,7 @@ class LoaderCollation(Collation):
                 f"the loader's collate_fn fails for the samples {list(ids[:4])}...: {error!r}"
             ) from error
         entries, known = self.form.entries_of(batch), self.form.leaf_names
-        if known.keys() != (now := dict(_leaves(batch))).keys():
+        if known.keys() != (now := self.form.leaves_of(batch)).keys():
             odd = sorted(known.keys() ^ now.keys())
             raise ValueError(
                 f"batches of the loader have {[*known]}, but not all of them have {odd}: give "
@@ -255,7 +281,7 @@ class LoaderCollation(Collation):
             return {}
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         for index, item in zip(ids, items, strict=True):
-            leaves = dict(_leaves(self.collate_fn([item])))
+            leaves = self.form.leaves_of(self.collate_fn([item]))
             while len(self.alone) >= _MOST_ALONE:
                 del self.alone[next(iter(self.alone))]
             self.alone[index] = {name: leaves[name] for name in names}

@@ -265,6 +265,11 @@ class ForwardCall:
         call = next((one for one in self.calls if {*one.parameters.items()} == given), None)
         return None if call is None else (first, call)
 
+    def gives_lists(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a target is no tensor, but a list of what each sample has."""
+        given = self._given(args, kwargs)
+        return any(name in TARGETS and isinstance(one, (list, tuple)) for name, one in given)
+
     def _given(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any]]:

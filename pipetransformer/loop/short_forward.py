@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from pipetransformer.checks import differ
 from pipetransformer.feed import FrozenPrefix
 from pipetransformer.loop.batch_entry import BatchEntry, Mark, plain
 from pipetransformer.loop.forward_call import (
@@ -104,6 +105,9 @@ class ShortForward:
         self._rows: Tensor | None = None
         self._version, self._batches = 0, list[RowBatch]()
         self._answered = set[int]()  # Parts that have had theirs.
+        # Parts whose rows are what they return where the forward is given lists of targets.
+        self._proven = set[int]()
+        self._is_proving = False
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
         self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
@@ -209,6 +213,9 @@ class ShortForward:
         if self._is_paused:
             return None
         self._answered.clear()
+        self._is_proving = len(self._proven) < len(self._part_calls) and self._call.gives_lists(
+            args, kwargs
+        )
         if not holds_entries(args, kwargs):
             self._tell_once(model)
             return None
@@ -382,16 +389,40 @@ class ShortForward:
         self._answered.add(index)
         device = next(self._task.model.model.parameters()).device
         self._refuse_other_autocast(device.type, call.computes_in)
+        if self._is_proving:
+            self._prove(index, run, args, kwargs)
         needs = self._inner[index].need_gradients()
         return call.answered(self._rows, (args, kwargs), needs_gradients=needs)
 
     def _idle(
         self, answer: Any, hooks: InnerHooks, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        # A hook of the user's would miss its call, or be given NaN.
-        if self._rows is None or hooks.missed_at() or hooks.are_on_it():
+        # A part that is proven, or a hook of the user's, would be given NaN; a hook may miss it.
+        if self._rows is None or self._is_proving or hooks.missed_at() or hooks.are_on_it():
             return run(*args, **kwargs)
         return answer.blank(len(self._rows), next(self._task.model.model.parameters()).device)
+
+    def _prove(self, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Raise a ValueError where a part returns something else than its rows hold.
+
+        Rows are made without what is in lists, such as a detector's boxes, and a part may use it.
+        """
+        assert self._rows is not None
+        call = self._part_calls[index]
+        with torch.no_grad():
+            found = tree_leaves(run(*args, **kwargs))
+            rows = tree_leaves(call.answered(self._rows, (args, kwargs), needs_gradients=False))
+        pairs = [*zip(found, rows, strict=False)]
+        is_same = len(found) == len(rows) and not any(
+            isinstance(a, Tensor) and differ(a, b, call.computes_in) for a, b in pairs
+        )
+        if not is_same:
+            raise ValueError(
+                f"{self._names[index]!r} returns something else where the forward is given a list "
+                "of targets than without, and rows are made without: leave it out of parts=, or "
+                "name a part that does not see them"
+            )
+        self._proven.add(index)
 
     def _refuse_unread_again(self, name: str, given: Any) -> None:
         """Raise a ValueError where a checkpoint runs a part again, on what was not read."""

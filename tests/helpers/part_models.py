@@ -358,6 +358,43 @@ def bundled(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+class Detector(nn.Module):
+    """A head on a backbone, and a loss by any number of boxes for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(1), nn.Linear(128, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]] | None = None) -> Tensor:
+        places: Tensor = self.head(self.backbone(x))
+        if labels is None:
+            return places
+        pairs = zip(places, labels, strict=True)
+        return torch.stack([(one - own["boxes"]).square().mean() for one, own in pairs]).mean()
+
+
+class Boxes(Dataset[dict[str, Any]]):
+    """Give images with one to three boxes."""
+
+    def __init__(self) -> None:
+        self.images = torch.randn(NUM_SAMPLES, 3, 32, 32)
+        self.boxes = torch.rand(NUM_SAMPLES, 3, 4)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        boxes = self.boxes[index, : 1 + index % 3]
+        return {"x": self.images[index], "labels": {"boxes": boxes}}
+
+
+def listed(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Stack images, and list their labels, as detectors' processors do."""
+    labels = [item["labels"] for item in items]
+    return {"x": torch.stack([item["x"] for item in items]), "labels": labels}
+
+
 _SPEECH = {
     "vocab_size": _WORDS, "num_mel_bins": 8, "d_model": 16, "encoder_layers": 2,
     "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -462,6 +499,10 @@ CASES: dict[str, PartCase] = {
     "smolvlm, one to three tiles": PartCase(
         _smolvlm, ("model.vision_model",), _tiles, _own_loss,
         ("model.vision_model.post_layernorm",),
+    ),
+    "one to three boxes": PartCase(
+        Detector, ("backbone",), Boxes,
+        lambda model, batch: model(batch["x"], labels=batch["labels"]), ("backbone.0",), listed,
     ),
     "bart, padded texts": PartCase(
         _bart, ("model.encoder",), lambda: Texts(_translation(10)), _own_loss,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pipetransformer import FreezeCallback, TopLogits, attach
-from tests.helpers.part_models import CASES, NUM_SAMPLES, PartCase, padded
+from tests.helpers.part_models import CASES, NUM_SAMPLES, Detector, PartCase, padded
 from tests.helpers.pool import Pool
 
 _EPOCHS, _BATCH = 3, 4
@@ -231,6 +231,27 @@ def test_a_part_that_runs_twice_is_refused() -> None:
     model.num = 2
     with pytest.raises(ValueError, match="calls 'tower' 2 times"):
         _first_batches(model, ["tower"])
+
+
+class Prompted(Detector):
+    """A detector whose backbone sees boxes."""
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]] | None = None) -> Tensor:
+        firsts = 0 if labels is None else torch.stack([one["boxes"][0].sum() for one in labels])
+        hidden = self.backbone(x + (firsts if labels is None else firsts.view(-1, 1, 1, 1)))
+        return self.head(hidden).square().mean()
+
+
+def test_a_part_that_sees_a_list_of_targets_is_refused() -> None:
+    # Rows were made without the list, and trained on in silence.
+    case = dataclasses.replace(CASES["one to three boxes"], build=Prompted)
+    model = Prompted()
+    with (
+        attach(model, cache=True, parts=case.parts) as cached,
+        pytest.raises(ValueError, match="'backbone' returns something else where the forward"),
+    ):
+        loader = _loader(case)
+        _train(model, case, lambda: cached.epoch(loader))
 
 
 def test_freeze_and_parts_exclude_each_other() -> None:
