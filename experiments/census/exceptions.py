@@ -77,6 +77,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "swin": _WINDOWS,
     "swinv2": _WINDOWS,
     "textnet": {"hidden_sizes": [64, 64, 128, 256, 512]},
+    "timm_backbone": {"backbone": "resnet18"},
     "timm_wrapper": {
         "architecture": "vit_tiny_patch16_224",
         "model_args": {"img_size": 32, "embed_dim": 32, "depth": 4, "num_heads": 4},

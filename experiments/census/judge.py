@@ -41,7 +41,7 @@ def judge(subject: Subject, *, with_pipeline: bool) -> Outcome:
     try:
         dtype = _dtype_of(subject)
     except Exception as error:  # Any: the census goes on whatever a library raises.
-        return Outcome("not built", _line(error), _place(error))
+        return Outcome("not built", line_of(error), place_of(error))
     try:
         made = _Made(subject, str(dtype).removeprefix("torch."))
         layered = adapt(made.model, lambda _: made.batch)
@@ -63,10 +63,10 @@ def judge(subject: Subject, *, with_pipeline: bool) -> Outcome:
             if difference := _difference(found, due):
                 return Outcome("wrong", f"K=2: {difference}")
     except (ValueError, TypeError) as error:
-        kind = "refused" if _is_ours(error) else "crash"
-        return Outcome(kind, _line(error), _place(error))
+        kind = "refused" if is_ours(error) else "crash"
+        return Outcome(kind, line_of(error), place_of(error))
     except Exception as error:
-        return Outcome("crash", _line(error), _place(error))
+        return Outcome("crash", line_of(error), place_of(error))
     way = "recorded" if layered.is_recorded else "adapter"
     return Outcome("trains", "K=1, K=2" if with_pipeline else "K=1", f"{way} {made.dtype}")
 
@@ -183,17 +183,19 @@ def _difference(found: list[float], due: list[float]) -> str:
     return ""
 
 
-def _is_ours(error: Exception) -> bool:
+def is_ours(error: Exception) -> bool:
     """Return whether an error was raised by this project, not by a library below it."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(f"/{part}/" in frames[-1].filename for part in ("pipetransformer", "autopipe"))
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """Return an error's kind and text in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _place(error: Exception) -> str:
+def place_of(error: Exception) -> str:
+    """Return the innermost lines of code of an error."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))

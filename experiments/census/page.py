@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from experiments.census.part_subjects import PART_TASKS
 from experiments.census.pool import Tried
 from experiments.census.subjects import TASKS
 
@@ -20,15 +21,29 @@ _WORDS = {
     "question": "answers to questions",
     "image": "classes of images",
     "timm": "timm",
+    "image-text": "images to text",
+    "speech": "speech to text",
+    "seq2seq": "text to text",
+    "ctc": "CTC",
+    "audio": "classes of sounds",
+    "detection": "objects",
+    "zero-shot": "objects, zero-shot",
+    "instance": "instances",
+    "semantic": "semantic segments",
+    "universal": "segments of all kinds",
+    "depth": "depth",
+    "backbone": "a head on timm's or torchvision's",
 }
 
 _KINDS = ("trains", "refused", "wrong", "crash", "not built")
+
+_PART_KINDS = ("served", "not cached", "refused", "wrong", "crash", "not built")
 
 _LONGEST = 160
 """Characters of a reason in a table."""
 
 
-def write_page(path: Path, found: Sequence[Tried]) -> None:
+def write_page(path: Path, text_of_tables: str) -> None:
     """Replace what stands between the marks of a page.
 
     Raises:
@@ -39,13 +54,13 @@ def write_page(path: Path, found: Sequence[Tried]) -> None:
         raise ValueError(f"{path} lacks the lines {_BEGIN} and {_END}; the table goes between")
     before, _, rest = text.partition(_BEGIN)
     after = rest.partition(_END)[2]
-    path.write_text(f"{before}{_BEGIN}\n{tables(found)}\n{_END}{after}")
+    path.write_text(f"{before}{_BEGIN}\n{text_of_tables}\n{_END}{after}")
 
 
 def tables(found: Sequence[Tried]) -> str:
     """Return the tables: how many, which families train, and why others do not."""
     found = sorted(found, key=lambda one: (one.subject.family, one.subject.name))
-    parts = [_counts(found), _training(found)]
+    parts = [_counts(found, (*TASKS, "timm"), _KINDS), _training(found)]
     for kind in _KINDS[1:]:
         chosen = [one for one in found if one.outcome.kind == kind]
         if chosen:
@@ -53,15 +68,26 @@ def tables(found: Sequence[Tried]) -> str:
     return "\n\n".join(parts)
 
 
-def _counts(found: Sequence[Tried]) -> str:
+def part_tables(found: Sequence[Tried]) -> str:
+    """Return the tables of frozen parts: how many, and why others have no rows."""
+    found = sorted(found, key=lambda one: (one.subject.family, one.subject.name))
+    parts = [_counts(found, (*PART_TASKS, "backbone"), _PART_KINDS)]
+    for kind in _PART_KINDS[1:]:
+        chosen = [one for one in found if one.outcome.kind == kind]
+        if chosen:
+            parts.append(_reasons(kind.capitalize(), chosen))
+    return "\n\n".join(parts)
+
+
+def _counts(found: Sequence[Tried], tasks: Iterable[str], all_kinds: Sequence[str]) -> str:
     rows = []
-    for task in (*TASKS, "timm"):
+    for task in tasks:
         kinds = Counter(one.outcome.kind for one in found if one.subject.task == task)
         built = kinds.total() - kinds["not built"]
-        share = f"{kinds['trains'] / built:.0%}" if built else ""
-        numbers = (str(kinds[kind]) for kind in _KINDS)
+        share = f"{kinds[all_kinds[0]] / built:.0%}" if built else ""
+        numbers = (str(kinds[kind]) for kind in all_kinds)
         rows.append((_WORDS[task], *numbers, share))
-    return _table(("", *_KINDS, "of those built"), rows)
+    return _table(("", *all_kinds, "of those built"), rows)
 
 
 def _training(found: Sequence[Tried]) -> str:

@@ -7,16 +7,16 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
-from experiments.census.judge import Outcome, judge
+from experiments.census.judge import Outcome
 from experiments.census.subjects import Subject
 
 LIMIT_S = 600.0
-"""How long a class may take, on two processes as well."""
+"""How long a class may take where a job says nothing else, on two processes as well."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Job:
     """Give a worker what to try."""
 
     subject: Subject
-    with_pipeline: bool
+    judge: Callable[[Subject], Outcome]
+    limit_s: float = LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def _outcome_of(worker: _Worker, ready: Sequence[object]) -> Outcome | None:
         except EOFError:
             return Outcome("crash", "its process ended", "ended")
         return outcome
-    if worker.job and time.monotonic() - worker.since > LIMIT_S:
-        return Outcome("crash", f"it took more than {LIMIT_S:.0f} s", "ended")
+    if worker.job and time.monotonic() - worker.since > worker.job.limit_s:
+        return Outcome("crash", f"it took more than {worker.job.limit_s:.0f} s", "ended")
     return None
 
 
@@ -107,4 +108,4 @@ def _work(connection: Connection) -> None:
     with connection, suppress(EOFError, OSError):
         while True:
             job: Job = connection.recv()
-            connection.send(judge(job.subject, with_pipeline=job.with_pipeline))
+            connection.send(job.judge(job.subject))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.census.timm_models import MODELS
@@ -34,10 +35,15 @@ class Subject:
 
 def of_transformers() -> list[Subject]:
     """Return each class once for each task."""
+    return of_mappings(TASKS)
+
+
+def of_mappings(tasks: Mapping[str, str]) -> list[Subject]:
+    """Return each class of transformers' mappings once for each task."""
     from transformers.models.auto import modeling_auto
 
     found: dict[tuple[str, str], Subject] = {}
-    for task, word in TASKS.items():
+    for task, word in tasks.items():
         mapping = getattr(modeling_auto, f"MODEL_FOR_{word}_MAPPING_NAMES")
         for family, names in mapping.items():
             for name in (names,) if isinstance(names, str) else names:

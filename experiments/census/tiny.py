@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from experiments.census.batches import EOS, NUM_CLASSES
+from experiments.census.batches import EOS, NUM_CLASSES, NUM_TOKENS
 from experiments.census.exceptions import FIELDS, SIZES
+from experiments.census.part_subjects import PART_TASKS
 from experiments.census.subjects import Subject
 from experiments.census.timm_models import MODELS
 
@@ -68,6 +69,9 @@ SMALL: dict[str, Any] = {
     ),
     **dict.fromkeys(("n_group", "topk_group", "n_groups"), 1),
     **dict.fromkeys(("image_size", "input_size"), 32),
+    **dict.fromkeys(("max_source_positions", "max_target_positions"), 24),
+    **dict.fromkeys(("num_mel_bins", "input_feat_per_channel"), 16),
+    **dict.fromkeys(("num_queries", "decoder_n_points"), 4),
     "mamba_d_ssm": 64,
     "patch_size": 8,
     "pad_token_id": 0,
@@ -125,7 +129,7 @@ def _transformers_maker(subject: Subject) -> Callable[[], nn.Module]:
     has_classes = subject.task in ("sequence", "token", "image")
     further = {"num_labels": NUM_CLASSES} if has_classes else {}
     further |= FIELDS.get(subject.name, {})
-    return lambda: kind(tiny_config(kind, **further))
+    return lambda: kind(_with_tokens(tiny_config(kind, **further), subject))
 
 
 def tiny_config(kind: Any, **further: Any) -> Any:
@@ -141,6 +145,31 @@ def tiny_config(kind: Any, **further: Any) -> Any:
     return config
 
 
+def _with_tokens(config: Any, subject: Subject) -> Any:
+    """Give each special token of a part's census an id of its own, above those that are drawn."""
+    from transformers import PreTrainedConfig
+
+    if subject.task not in PART_TASKS:
+        return config
+    ids: dict[str, int] = {}
+    stack = [config]
+    while stack:
+        one = stack.pop()
+        stack += [inner for inner in vars(one).values() if isinstance(inner, PreTrainedConfig)]
+        rope = getattr(one, "rope_parameters", None)
+        if isinstance(rope, dict) and "rope_type" in rope:
+            rope["mrope_section"] = [2, 1, 1]
+        for name in filter(_TOKEN.search, vars(one)):
+            if getattr(one, name) is None or int(getattr(one, name)) > EOS:
+                setattr(one, name, ids.setdefault(name, NUM_TOKENS + len(ids)))
+    return config
+
+
+_TOKEN = re.compile(
+    r"(image|video|audio|vision|media|speech|boi|eoi|boa|eoa|start|end)_token_(id|index)$"
+)
+
+
 def _small_fields(default: Any) -> dict[str, Any]:
     """Return what a configuration, and those within it, is built with to be small."""
     from transformers import PreTrainedConfig
@@ -148,7 +177,7 @@ def _small_fields(default: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
-            fields[name] = _small_fields(value)
+            fields[name] = {"model_type": value.model_type, **_small_fields(value)}
         elif name in SMALL and (isinstance(value, int) or name in _OPTIONAL):
             fields[name] = SMALL[name]
         elif name in LISTS and isinstance(value, (list, tuple)):

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.census.__main__ import main
 from experiments.census.judge import Outcome, judge
+from experiments.census.part_judge import judge_part
 from experiments.census.subjects import Subject
 
 GPT2 = Subject("GPT2LMHeadModel", "causal", "gpt2")
@@ -16,6 +17,37 @@ GPT2 = Subject("GPT2LMHeadModel", "causal", "gpt2")
 
 def test_a_decoder_trains_as_in_a_plain_loop() -> None:
     assert judge(GPT2, with_pipeline=False) == Outcome("trains", "K=1", "recorded float64")
+
+
+@pytest.mark.parametrize(
+    ("subject", "part"),
+    [
+        (Subject("T5ForConditionalGeneration", "seq2seq", "t5"), "encoder"),
+        (Subject("LlavaForConditionalGeneration", "image-text", "llava"), "model.vision_tower"),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_a_frozen_part_is_served(subject: Subject, part: str) -> None:
+    assert judge_part(subject) == Outcome("served", part, "float64")
+
+
+def test_what_is_no_class_with_a_part_is_not_built() -> None:
+    found = judge_part(Subject("Mistral4ForCausalLM", "image-text", "mistral4"))
+    assert (found.kind, found.reason) == (
+        "not built",
+        "LookupError: it has no tower, encoder or backbone",
+    )
+
+
+def test_the_page_of_parts_counts_what_was_served(tmp_path: Path) -> None:
+    results, page = tmp_path / "parts.jsonl", tmp_path / "page.md"
+    page.write_text("<!-- census -->\n<!-- /census -->\n")
+    asked = ["--parts", "--results", str(results)]
+    assert main([*asked, "--only", "squeezenet1_1", "--workers", "1"]) == 0
+    assert main([*asked, "--write", str(page)]) == 0
+    assert (
+        "| a head on timm's or torchvision's | 1 | 0 | 0 | 0 | 0 | 0 | 100% |" in page.read_text()
+    )
 
 
 @pytest.mark.slow
