@@ -17,6 +17,7 @@ _ROOM = "experiments.gpu_check.phases"
 _SECONDS = {
     "card": (20, 25),
     "loops": (200, 80),
+    "parts": (90, 40),
     "marked_tests": (75, 16),
     "equality": (100, 45),
     "finetuning": (65, 18),

@@ -1,6 +1,7 @@
 """Prove and measure, a phase a file; each has a function `run(findings, setting)`.
 
 loops         `attach`, callbacks and the Trainer against the plain loop and the ideal
+parts         `attach(parts=...)` against the plain loop and a cache by hand
 card          the machine: versions, memory, copies, matrix products
 marked_tests  the tests marked cuda
 equality      one device: against the plain loop, cached, resumed, without races

@@ -1,0 +1,108 @@
+"""Hold `attach(parts=...)` against plain loops, and time it beside a cache by hand.
+
+right    small models in float64: losses and weights are those of a plain loop, and by hand, too
+fast     whole epochs in turn, in bfloat16: filling, then warm, rows on the device and on the host
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.gpu_check.device_time import synchronize
+from experiments.gpu_check.findings import Findings, Setting
+from experiments.gpu_check.loops import Outcome
+from experiments.gpu_check.short_runs import IN_FLOAT64, compared
+from experiments.part_cases import LARGE, TINY, PartCase, part_cases
+from experiments.part_loops import ByHand, Ours, PartLoop, Plain
+
+
+def run(findings: Findings, setting: Setting) -> None:
+    """Compare all models, then time them."""
+    device = setting.device
+    places = ("cuda", "cpu") if device == "cuda" else ("cpu",)
+    for case in part_cases(TINY):
+        for place in places:
+            exact = partial(_exact, case.in_float64(), device, place)
+            findings.check(f"parts: {case.name}, float64, rows in {place}", exact)
+    for case in part_cases(TINY if setting.tiny else LARGE):
+        findings.check(case.name, partial(_timed, findings, case, setting, places))
+
+
+def _exact(case: PartCase, device: str, place: str) -> dict[str, Any]:
+    ours = Ours(case, device, cache_device=place)
+    plain = _trained(Plain(case, device))
+    compared(_trained(ByHand(case, device)), plain, IN_FLOAT64)
+    found = compared(_trained(ours), plain, IN_FLOAT64)
+    if ours.num_read != len(case.rows):
+        raise ValueError(f"{ours.num_read} rows were read, not {len(case.rows)}")
+    return {**found, "rows_read": ours.num_read}
+
+
+def _trained(loop: PartLoop) -> Outcome:
+    """Train three epochs, and close."""
+    try:
+        for _ in range(3):
+            loop.epoch()
+        weights = {name: tensor.cpu() for name, tensor in loop.model.state_dict().items()}
+        return Outcome([float(loss) for loss in loop.losses], weights)
+    finally:
+        loop.close()
+
+
+def _timed(findings: Findings, case: PartCase, setting: Setting, places: tuple[str, ...]) -> None:
+    """Time whole epochs, their starts included, in turn; a first round of loops warms up."""
+    device, num_warm = setting.device, 2 if setting.tiny else 4
+    for is_warm_up in (True, False):
+        loops: dict[str, PartLoop] = {
+            name: loop(case, device, torch.bfloat16)
+            for name, loop in (("plain", Plain), ("by hand", ByHand))
+        }
+        for place in places:
+            loops[f"ours, rows in {place}"] = Ours(
+                case, device, torch.bfloat16, cache_device=place
+            )
+        with ExitStack() as stack:
+            for loop in loops.values():
+                stack.callback(loop.close)
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+            for _ in range(1 if is_warm_up else 1 + num_warm):
+                for name, loop in loops.items():
+                    found[name].append(_epoch_ms(loop, device))
+            _compare_losses(loops)
+    for state, epochs in (("filling", slice(0, 1)), ("warm", slice(1, None))):
+        ms = {name: np.median(found[name][epochs], axis=0) for name in loops}
+        for name in loops:
+            if name.startswith("ours"):
+                findings.note(
+                    f"{case.name}, {state}, {name}",
+                    of_ideal=float(ms["by hand"][0] / ms[name][0]),
+                    plain_over_ours=float(ms["plain"][0] / ms[name][0]),
+                    ours_ms=float(ms[name][0]),
+                    by_hand_ms=float(ms["by hand"][0]),
+                    plain_ms=float(ms["plain"][0]),
+                    main_thread_ms={one: float(values[1]) for one, values in ms.items()},
+                )
+
+
+def _compare_losses(loops: dict[str, PartLoop]) -> None:
+    """Raise a ValueError where loops that are timed do not learn alike."""
+    losses = {name: float(torch.stack(loop.losses).mean()) for name, loop in loops.items()}
+    for name, loss in losses.items():
+        if not abs(loss - losses["plain"]) <= 0.02 * abs(losses["plain"]):
+            raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {losses}")
+
+
+def _epoch_ms(loop: PartLoop, device: str) -> tuple[float, float]:
+    """Return an epoch's time a step, and the main thread's own, in ms."""
+    synchronize(device)
+    start, own = time.perf_counter(), time.thread_time()
+    num = len(loop.epoch())
+    own = time.thread_time() - own  # Before the wait, in which this thread may spin.
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - start) / num, 1e3 * own / num
