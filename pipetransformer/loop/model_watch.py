@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, final
 
 import torch
@@ -192,13 +192,13 @@ class InnerHooks:
     """Know the hooks on modules within a part, whose calls do not come where rows are read."""
 
     def __init__(self, part: nn.Module) -> None:
+        self._names = [name for name, _ in part.named_modules() if name for _ in HOOKS]
         self._tables = [
-            (name, vars(module)[table])
-            for name, module in part.named_modules()
-            if name
-            for table in HOOKS
+            vars(module)[table] for name, module in part.named_modules() if name for table in HOOKS
         ]
         self._own = [vars(part)[table] for table in HOOKS]
+        self._keys: list[int] | None = None
+        self._missed_at, self._need_gradients = "", False
 
     def are_on_it(self) -> bool:
         """Return whether the part itself has a hook that somebody would miss."""
@@ -207,14 +207,28 @@ class InnerHooks:
 
     def missed_at(self) -> str:
         """Name a module with a hook that somebody would miss; "" without one."""
-        for name, hooks in self._tables:
-            if hooks and not all(map(_is_missed_by_nobody, hooks.values())):
-                return name
-        return ""
+        self._look()
+        return self._missed_at
 
     def need_gradients(self) -> bool:
         """Return whether one has what the part returns need a gradient, for a checkpoint."""
-        return any(map(_asks_for_gradients, (h for _, own in self._tables for h in own.values())))
+        self._look()
+        return self._need_gradients
+
+    def _look(self) -> None:
+        # No two hooks of a process have one key, so that equal keys are the same hooks.
+        if (keys := [*chain.from_iterable(self._tables)]) == self._keys:
+            return
+        self._keys = keys
+        missed = (
+            name
+            for name, hooks in zip(self._names, self._tables, strict=True)
+            if not all(map(_is_missed_by_nobody, hooks.values()))
+        )
+        self._missed_at = next(missed, "")
+        self._need_gradients = any(
+            map(_asks_for_gradients, (hook for own in self._tables for hook in own.values()))
+        )
 
 
 def _is_missed_by_nobody(hook: Any) -> bool:
