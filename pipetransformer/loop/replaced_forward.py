@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from pipetransformer.model import modules_of
+
 _HARMLESS = ("accelerate.", "trl.", "torch.amp.")
 """Beginnings of modules whose functions may be around a forward."""
 
@@ -24,7 +26,7 @@ def in_own_forward(model: nn.Module) -> Iterator[None]:
     """
     replaced = {
         module: vars(module).pop("forward")
-        for module in model.modules()
+        for module in modules_of(model)
         if "forward" in vars(module) and _is_harmless(module)
     }
     try:

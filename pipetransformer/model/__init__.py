@@ -55,7 +55,13 @@ from pipetransformer.model.peft_models import (
     unwrapped,
 )
 from pipetransformer.model.precision import DTYPES, LossScale
-from pipetransformer.model.recording import ForwardFailedError, Reads, Row, whole_in_mode
+from pipetransformer.model.recording import (
+    ForwardFailedError,
+    Reads,
+    Row,
+    modules_of,
+    whole_in_mode,
+)
 from pipetransformer.model.registry import (
     adapt,
     entry_names,
@@ -83,8 +89,8 @@ __all__ = [
     "adapter_names", "adapters_in_use",
     "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
-    "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors", "names_of",
-    "output_of", "owned_parameters", "parts_forward_of", "present", "present_parts",
+    "modules_of", "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors",
+    "names_of", "output_of", "owned_parameters", "parts_forward_of", "present", "present_parts",
     "put_state", "qualified_name",
     "refuse_hooks", "refuse_no_module", "refuse_wrapper", "replaced", "row_of", "register_adapter",
     "set_frozen", "set_modes",
