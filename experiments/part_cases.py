@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.gpu_check.workloads import NUM_CLASSES, Rows, image_loss, own_loss, random_images
+from experiments.gpu_check.workloads import NUM_CLASSES, image_loss, own_loss, random_images
+
+Items = list[dict[str, Tensor]]
 
 _WORDS, _IMAGE = 200, 5
 _TILES, _TOKENS = 4, 8
@@ -40,7 +42,7 @@ class PartCase:
     name: str
     build: Callable[[], nn.Module]
     part: str
-    rows: Rows
+    rows: Items
     loss_of: Callable[[nn.Module, Any], Tensor]
     batch_size: int
     field: str | None = None
@@ -48,11 +50,10 @@ class PartCase:
 
     def in_float64(self) -> PartCase:
         """Return the case with weights and samples in float64."""
-        columns = {
-            name: column.double() if column.is_floating_point() else column
-            for name, column in self.rows.columns.items()
-        }
-        rows = Rows(columns, len(self.rows))
+        rows = [
+            {name: one.double() if one.is_floating_point() else one for name, one in row.items()}
+            for row in self.rows
+        ]
         return replace(self, build=lambda: self.build().double(), rows=rows)
 
 
@@ -107,6 +108,12 @@ def _decoder(size: Size) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _items(columns: dict[str, Tensor]) -> Items:
+    """Return a list of samples: where it holds labels is known, as of most data sets."""
+    num = len(next(iter(columns.values())))
+    return [{name: column[n] for name, column in columns.items()} for n in range(num)]
+
+
 def _words(num: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(_IMAGE + 1, _WORDS, (num, length), generator=generator)
@@ -118,7 +125,9 @@ def _noise(*shape: int) -> Tensor:
 
 def _whisper(size: Size) -> PartCase:
     num, positions = size.batch_size * size.steps, 3 * size.pixels // 2
-    rows = Rows({"input_features": _noise(num, 16, 2 * positions), "labels": _words(num, _TOKENS)})
+    rows = _items(
+        {"input_features": _noise(num, 16, 2 * positions), "labels": _words(num, _TOKENS)}
+    )
     build, part = partial(_build_whisper, size, positions), "model.encoder"
     return PartCase(
         "whisper", build, part, rows, own_loss, size.batch_size, field="last_hidden_state"
@@ -157,22 +166,23 @@ class _Headed(nn.Module):
 
 def _resnet(size: Size, cifar: str | None) -> PartCase:
     num = size.batch_size * size.steps
-    rows = random_images(num, size.pixels) if cifar is None else _cifar(cifar, num, size.pixels)
+    images = random_images(num, size.pixels).columns
+    rows = _items(images if cifar is None else _cifar(cifar, num, size.pixels))
     return PartCase("resnet", _Headed, "backbone", rows, image_loss, size.batch_size)
 
 
-def _cifar(path: str, num: int, pixels: int) -> Rows:
+def _cifar(path: str, num: int, pixels: int) -> dict[str, Tensor]:
     with np.load(path) as file:
         images, labels = map(torch.tensor, (file["train_images"], file["train_labels"]))
     # In the file they are sorted by class.
     chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:num]
     x = (images[chosen] / 255 - 0.45).permute(0, 3, 1, 2)
-    return Rows({"x": nn.functional.interpolate(x, size=pixels), "y": labels[chosen].long()}, num)
+    return {"x": nn.functional.interpolate(x, size=pixels), "y": labels[chosen].long()}
 
 
 def _clip(size: Size) -> PartCase:
     num = size.batch_size * size.steps
-    rows = Rows({
+    rows = _items({
         "pixel_values": _noise(num, 3, size.pixels, size.pixels),
         "input_ids": _words(num, _TOKENS),
     })  # fmt: skip
@@ -203,7 +213,7 @@ def _smolvlm(size: Size) -> PartCase:
     of_tile = (size.pixels // _patch(size) // 2) ** 2  # Two by two patches are a token.
     ids = _words(num, _TILES * of_tile + _TOKENS)
     ids[:, : _TILES * of_tile] = _IMAGE
-    rows = Rows({
+    rows = _items({
         "pixel_values": _noise(num, _TILES, 3, size.pixels, size.pixels),
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),

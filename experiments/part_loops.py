@@ -65,7 +65,7 @@ class PartLoop(ABC):
             times.append((time.perf_counter(), time.process_time()))
         return [(b - a, d - c) for (a, c), (b, d) in zip(times[:-1], times[1:], strict=True)]
 
-    def _loader(self, dataset: Dataset[Any]) -> DataLoader[Any]:
+    def _loader(self, dataset: Any) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(len(self.losses))
         pin, size = self.device == "cuda", self.case.batch_size
         return DataLoader(dataset, size, shuffle=True, generator=generator, pin_memory=pin)
