@@ -37,9 +37,9 @@ class RowFormat:
         self._prefix, self._world, self._samples = prefix, world, samples
         self._task, self._chunk_size = prefix.task, chunk_size
         model = prefix.task.model
-        names = (*model.sides_of(0, len(model.sublayers)), *model.targets)
-        self._known = tuple(dict.fromkeys(names))
-        self.content, self.targets = RowContent(()), TargetSource(samples)
+        sides = model.sides_of(0, len(model.sublayers))
+        self._known = tuple(dict.fromkeys((*sides, *model.targets)))
+        self.content, self.targets = RowContent(()), TargetSource(samples, sides)
         self._positions: Positions | None = None
         self._was_compared, self._trouble = False, ""
         self._pads_elsewhere = False

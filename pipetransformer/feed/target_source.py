@@ -37,10 +37,14 @@ class TargetSource:
 
     Known places are the tensors of a TensorDataset, the items of a list, the attributes of
     torchvision's data sets, columns of a `datasets.Dataset`, and a Subset of any of these.
+
+    Args:
+        sides: what rows hold beside targets; looked at where there are none, as where a model
+            makes its decoder's inputs of the labels it is given.
     """
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples, self._names = samples, samples.collation.targets
+    def __init__(self, samples: Samples, sides: tuple[str, ...] = ()) -> None:
+        self._samples, self._names = samples, samples.collation.targets or sides
         self._refuted: set[str] = set()
         # A table of some columns takes a millisecond to make.
         self._table: tuple[Any, list[Any]] = None, []

@@ -119,7 +119,9 @@ class LoopModel:
             show = self._with_parts if settings.parts else self._presented
             layered = show(model, config, settings)
             self._set_apart(layered, loader, settings, config)
-            if "cache_check" not in settings.cache and not TargetSource(self.samples).knows():
+            sides = layered.sides_of(0, len(layered.sublayers))
+            source = TargetSource(self.samples, sides)
+            if "cache_check" not in settings.cache and not source.knows():
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
         if any(id(parameter) not in had for parameter in model.parameters()):

@@ -82,6 +82,15 @@ def test_a_target_that_is_not_the_kept_one_is_known_without_a_sample(dataset: An
     assert changed(held(dataset), [6, 5, 7]) == [False, True, False]
 
 
+def test_without_targets_what_rows_hold_beside_is_looked_at() -> None:
+    # As of a decoder whose inputs are made of labels: each sample was read, at every step.
+    dataset = [{"x": x, "labels": y} for x, y in zip(INPUTS, LABELS, strict=True)]
+    collation = Collation(("x", "labels"), inputs=("x", "labels"), targets=(), needs_targets=False)
+    source = TargetSource(Samples(dataset, collation, 0), ("labels",))
+    assert source.knows() and not TargetSource(Samples(dataset, collation, 0)).knows()
+    assert changed(source, [6, 5, 7]) == [False, True, False]
+
+
 @pytest.mark.parametrize(
     "dataset",
     [
