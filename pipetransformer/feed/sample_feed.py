@@ -248,11 +248,12 @@ class SampleFeed:
         store, cache, epoch = self.keeper.store, self._cache, coming.epoch
         if store is None or cache is None or not self.keeper.uses_store or not self._may_all_hit:
             return None
-        if self.keeper.reads_ahead(store, coming.ids):
+        on_gpu = self._world.device.type == "cuda"
+        # A loop, which keeps its batches, has nobody who asks for what comes next.
+        if (on_gpu or not self.copies) and self.keeper.reads_ahead(store, coming.ids):
             return None
         if self.keeper.format.content.checks_every:
             return None  # Each sample is read, and those of many steps may be many bytes.
-        on_gpu = self._world.device.type == "cuda"
         steps = hit_together(
             (coming.ids, *coming.later),
             lambda ids: cache.hits(self.keeper.row_ids(ids, epoch), depth=self.prefix.depth),
