@@ -3,8 +3,9 @@
 The four models are those of `experiments.part_cases`, the four loops those of
 `experiments.part_loops`. Losses are compared first: all must be those of the plain loop. In each
 repeat all begin anew: an epoch fills, two more are warm. Milliseconds a step are medians over
-repeats, with the least and the most, of this process' CPUs and by the clock. "start" is what the
-first step takes beyond a usual one, as for the look at the model: it counts to filling.
+repeats, with the least and the most, of this process' CPUs and by the clock. An epoch's "start" is
+what its first step takes beyond the mean of the others, as for the look at the model. It counts to
+its epoch, and so the more, the fewer steps there are; "steps" are without it.
 Run it as
 
     python -m experiments.benchmarks.parts [whisper] [resnet] [clip] [smolvlm] [--cifar NPZ]
@@ -39,6 +40,7 @@ BARS = Bars(
 _ALLOWED_RATIO, _ALLOWED_MS = 1.1, 0.5
 """Beside a warm step by hand: the larger of both is allowed."""
 _NUM_WARM = 2
+_STATES = ("fill", "fill_steps", "warm", "warm_steps")
 _LOOPS: dict[str, Callable[[PartCase, str], PartLoop]] = {
     "plain": Plain, "by_hand": ByHand, "ours": Ours, "torchcache": ByTorchCache,
 }  # fmt: skip
@@ -49,12 +51,25 @@ class Times:
     """Hold a loop's milliseconds a step, one entry a repeat: (R, 2), by the clock and of CPUs.
 
     Attributes:
-        start: milliseconds in all.
+        fill_start, warm_start: of an epoch, in milliseconds in all.
+        fill_steps, warm_steps: without these.
     """
 
     fill: list[np.ndarray] = field(default_factory=list)
+    fill_steps: list[np.ndarray] = field(default_factory=list)
+    fill_start: list[np.ndarray] = field(default_factory=list)
     warm: list[np.ndarray] = field(default_factory=list)
-    start: list[np.ndarray] = field(default_factory=list)
+    warm_steps: list[np.ndarray] = field(default_factory=list)
+    warm_start: list[np.ndarray] = field(default_factory=list)
+
+    def note(self, state: str, ms: np.ndarray) -> None:
+        """Note an epoch of steps, (S, 2)."""
+        steps = ms[1:].mean(axis=0)
+        for name, value in (("", ms.mean(axis=0)), ("_steps", steps), ("_start", ms[0] - steps)):
+            getattr(self, state + name).append(value)
+
+    def cpu(self, state: str) -> np.ndarray:
+        return np.array(getattr(self, state))[:, 1]
 
     def median(self, state: str) -> np.ndarray:
         found: np.ndarray = np.median(getattr(self, state), axis=0)
@@ -79,15 +94,10 @@ def run(case: PartCase, repeats: int) -> tuple[dict[str, Times], dict[str, str]]
             for number in range(1 + _NUM_WARM):
                 for name in shuffle.sample(sorted(loops), len(loops)):
                     gc.collect()
-                    _note(times[name], number, 1e3 * np.array(loops[name].epoch()))
+                    ms = 1e3 * np.array(loops[name].epoch())
+                    times[name].note("warm" if number else "fill", ms)
             _compare(loops, left_out)
     return {name: one for name, one in times.items() if name not in left_out}, left_out
-
-
-def _note(times: Times, number: int, ms: np.ndarray) -> None:
-    (times.warm if number else times.fill).append(ms.mean(axis=0))
-    if not number:
-        times.start.append(ms[0] - np.median(ms[1:], axis=0))
 
 
 def _compare(loops: Mapping[str, PartLoop], left_out: dict[str, str]) -> None:
@@ -105,41 +115,36 @@ def _compare(loops: Mapping[str, PartLoop], left_out: dict[str, str]) -> None:
 
 def figures(times: Mapping[str, Times]) -> dict[str, float]:
     """Return ratios of CPU time, the medians of those within a repeat."""
+    by_hand = times["by_hand"]
 
-    def ratio(state: str, other: str) -> float:
-        ours, others = (_cpu(times[name], state) for name in ("ours", other))
-        return round(float(np.median(ours / others)), 3)
+    def ratio(state: str, others: np.ndarray) -> float:
+        return round(float(np.median(times["ours"].cpu(state) / others)), 3)
 
-    by_hand = _cpu(times["by_hand"], "warm")
-    allowed = np.maximum(_ALLOWED_RATIO * by_hand, by_hand + _ALLOWED_MS)
-    found = {
-        "fill_over_by_hand": ratio("fill", "by_hand"),
-        "warm_over_by_hand": ratio("warm", "by_hand"),
-        "warm_over_allowed": round(float(np.median(_cpu(times["ours"], "warm") / allowed)), 3),
-        "plain_over_warm": round(1 / ratio("warm", "plain"), 2),
-    }
-    # Where it does not run, it sets no bar.
-    others = "torchcache" if "torchcache" in times else "plain"
-    return found | {f"{state}_over_{others}": ratio(state, others) for state in ("fill", "warm")}
+    def allowed(state: str) -> np.ndarray:
+        cpu = by_hand.cpu(state)
+        return np.maximum(_ALLOWED_RATIO * cpu, cpu + _ALLOWED_MS)
 
-
-def _cpu(times: Times, state: str) -> np.ndarray:
-    return np.array(getattr(times, state))[:, 1]
+    found = {f"{one}_over_by_hand": ratio(one, by_hand.cpu(one)) for one in _STATES}
+    found |= {f"{one}_over_allowed": ratio(one, allowed(one)) for one in ("warm", "warm_steps")}
+    found["plain_over_warm"] = round(1 / ratio("warm", times["plain"].cpu("warm")), 2)
+    if rival := times.get("torchcache"):
+        found |= {f"{one}_over_torchcache": ratio(one, rival.cpu(one)) for one in _STATES}
+    return found
 
 
 def table(times: Mapping[str, Times], left_out: Mapping[str, str]) -> str:
     """Return a line for each loop, in columns of the results' pages."""
-    lines = ["| | fill, CPUs | by the clock | warm, CPUs | by the clock | start, CPUs |"]
-    lines.append("|---" * 6 + "|")
+    head = "CPUs | by the clock | steps, CPUs | start, CPUs"
+    lines = [f"| | fill, {head} | warm, {head} |", "|---" * 9 + "|"]
     for name, one in times.items():
         cells = [name]
         for state in ("fill", "warm"):
-            low, high = _cpu(one, state).min(), _cpu(one, state).max()
-            clock, cpus = one.median(state)
-            cells += [f"{cpus:.2f} ({low:.2f} to {high:.2f})", f"{clock:.2f}"]
-        cells.append(f"{one.median('start')[1]:.0f}")
+            cpu = one.cpu(state)
+            (clock, middle), steps = one.median(state), one.median(f"{state}_steps")[1]
+            cells += [f"{middle:.2f} ({cpu.min():.2f} to {cpu.max():.2f})", f"{clock:.2f}"]
+            cells += [f"{steps:.2f}", f"{one.median(f'{state}_start')[1]:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *(f"| {name} | {why} | | | | |" for name, why in left_out.items())])
+    return "\n".join([*lines, *(f"| {name} | {why} |" for name, why in left_out.items())])
 
 
 def main(arguments: list[str], size: Size = ONE_CORE) -> int:
@@ -169,7 +174,7 @@ def _as_json(times: Mapping[str, Times]) -> dict[str, Any]:
     return {
         name: {
             f"{state}_{clock}_ms": round(float(one.median(state)[index]), 2)
-            for state in ("fill", "warm", "start")
+            for state in (*_STATES, "fill_start", "warm_start")
             for index, clock in enumerate(("clock", "cpu"))
         }
         for name, one in times.items()
