@@ -156,8 +156,8 @@ class _Headed(nn.Module):
 
         super().__init__()
         torch.manual_seed(0)
-        self.backbone: Any = timm.create_model("resnet18", num_classes=0)
-        self.head = nn.Linear(self.backbone.num_features, NUM_CLASSES)
+        backbone: Any = timm.create_model("resnet18", num_classes=0)
+        self.backbone, self.head = backbone, nn.Linear(backbone.num_features, NUM_CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         answer: Tensor = self.head(self.backbone(x))
@@ -231,8 +231,6 @@ def _build_smolvlm(size: Size) -> nn.Module:
 
     torch.manual_seed(0)
     texts = LlamaConfig(**_decoder(size), num_key_value_heads=2)
-    config = SmolVLMConfig(
-        vision_config=SmolVLMVisionConfig(**_encoder(size)), text_config=texts,
-        image_token_id=_IMAGE, scale_factor=2, pad_token_id=0,
-    )  # fmt: skip
-    return SmolVLM(config)
+    images = SmolVLMVisionConfig(**_encoder(size))
+    others: dict[str, Any] = {"image_token_id": _IMAGE, "scale_factor": 2, "pad_token_id": 0}
+    return SmolVLM(SmolVLMConfig(vision_config=images, text_config=texts, **others))
