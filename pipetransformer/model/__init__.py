@@ -39,14 +39,9 @@ from pipetransformer.model.optimizers import (
     take_state,
 )
 from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.parts import (
-    Packing,
-    PartCall,
-    PartTrial,
-    UnlikeAnswerError,
-    present_parts,
-    replaced,
-)
+from pipetransformer.model.packing import Packing, UnlikeAnswerError
+from pipetransformer.model.part_record import replaced
+from pipetransformer.model.parts import PartCall, PartTrial, present_parts
 from pipetransformer.model.parts_forward import parts_forward_of
 from pipetransformer.model.peft_models import (
     adapter_names,

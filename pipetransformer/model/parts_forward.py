@@ -31,7 +31,8 @@ from pipetransformer.model.general import (
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.named_parts import named_parts
 from pipetransformer.model.own_forward import Entries, Left, output_of
-from pipetransformer.model.parts import PartCall, PartTrial, present_parts, replaced
+from pipetransformer.model.part_record import replaced
+from pipetransformer.model.parts import PartCall, PartTrial, present_parts
 from pipetransformer.model.recording import Reads, Row, whole_in_mode
 
 

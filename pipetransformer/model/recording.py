@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from freeze.in_place import frozen_in_place
 
 if TYPE_CHECKING:
-    from pipetransformer.model.parts import Answer, Packing
+    from pipetransformer.model.packing import Answer, Packing
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipetransformer.model.layered_model import Sublayer
 from pipetransformer.model.own_forward import Entries
-from pipetransformer.model.parts import is_unread, replaced, served
+from pipetransformer.model.part_record import replaced, served
+from pipetransformer.model.parts import is_unread
 from pipetransformer.model.recording import Row, whole_in_mode
 
 

@@ -79,6 +79,11 @@ def _mixing(model: _Model, x: Tensor, num: Tensor) -> Tensor:
     return model.tower(tiles - tiles.mean(0)).view(len(x), TILES, 8).mean(1)
 
 
+def _sorting(model: _Model, x: Tensor, num: Tensor) -> Tensor:
+    order = num.argsort(descending=True, stable=True)
+    return model.tower(x.sum(1)[order])[order.argsort()]
+
+
 @dataclass(frozen=True)
 class _Run:
     losses: list[float]
@@ -138,6 +143,13 @@ def test_entries_of_samples_together_are_those_of_each_alone(
 ) -> None:
     # Behind a gate of zero the model's own answer does not show it.
     assert _hits(forward, gate, (1, 2, 3)) == 0
+
+
+def test_samples_that_a_model_sorts_have_rows_where_that_changes_nothing() -> None:
+    assert _hits(_sorting, 1.0, (1,)) == NUM
+    assert _hits(_sorting, 1.0, (1, 2, 3)) == 0
+    with pytest.raises(ValueError, match="'tower' return other entries for samples of one batch"):
+        _run(_sorting, 1.0, RARELY, by_hand=False)
 
 
 def test_a_sample_that_has_other_entries_alone_is_refused() -> None:
