@@ -142,4 +142,6 @@ def test_all_phases_are_rehearsed(tmp_path: Path) -> None:
     phases = rehearse(tmp_path, "--seconds", "900")
     timed = [line for line in phases["loops"]["lines"] if line["of_ideal"] is not None]
     assert len(timed) == 5 * 3 * 2
+    timed = [line for line in phases["parts"]["lines"] if line["of_ideal"] is not None]
+    assert len(timed) == 4 * 2
     assert len(list(tmp_path.iterdir())) <= 8
