@@ -257,7 +257,7 @@ def test_own_policies_freeze_by_a_function_and_by_a_class() -> None:
     ("name", "arguments", "num_rows"),
     [
         ("vision_language", ["--num_samples", "16"], 16),
-        ("speech", ["--num_samples", "16"], 3 * 16),
+        slow("speech", ["--num_samples", "16"], 3 * 16),
         ("backbone", [], 320),
         ("distillation", ["--teacher_width", "8"], 1797),
     ],

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from experiments.benchmarks import host
+from tests.helpers.marks import slow
 
 
-@pytest.mark.parametrize("name", ["bert_warm", "attach_vit_filling"])
+@pytest.mark.parametrize("name", [slow("bert_warm"), "attach_vit_filling"])
 def test_a_pair_learns_alike_and_the_last_line_has_all_figures(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

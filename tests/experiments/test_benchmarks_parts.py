@@ -16,6 +16,7 @@ from torch import nn
 from experiments.benchmarks import parts
 from experiments.part_cases import TINY, PartCase, part_cases
 from experiments.part_loops import ByHand, Ours, Plain
+from tests.helpers.marks import slow
 
 CASES = {case.name: case for case in part_cases(TINY)}
 
@@ -67,7 +68,7 @@ def _caching(wrong: bool) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("package", ["none", "right", "wrong"])
+@pytest.mark.parametrize("package", [slow("none"), "right", slow("wrong")])
 def test_it_prints_a_table_and_a_line_of_json_for_each_model(
     package: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pipetransformer import FreezeCallback, TopLogits, attach
+from tests.helpers.marks import slow
 from tests.helpers.part_models import CASES, NUM_SAMPLES, Detector, PartCase, padded
 from tests.helpers.pool import Pool
 
@@ -80,7 +81,19 @@ def _by_hand(model: nn.Module, case: PartCase, **settings: Any) -> list[float]:
     return _train(model, case, lambda: loader, before=in_eval)
 
 
-@pytest.mark.parametrize("name", CASES)
+_ALIKE = {
+    "convnext",
+    "clip, texts",
+    "siglip, both",
+    "paligemma",
+    "bart",
+    "t5",
+    "llava, padded texts",
+}
+"""Families whose kind another one shows."""
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in _ALIKE else name for name in CASES])
 def test_a_part_runs_once_a_sample_and_nothing_else_changes(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
