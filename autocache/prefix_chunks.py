@@ -164,10 +164,20 @@ def taken(values: Tensor, positions: Tensor) -> Tensor:
 def place(
     rows: dict[str, Tensor], positions: Tensor, fresh: dict[str, Tensor], inverse: Tensor
 ) -> None:
-    """Put fresh rows, one for each distinct id, at all positions of that id."""
+    """Put fresh rows, one for each distinct id, at all positions of that id.
+
+    Raises:
+        ValueError: they have other shapes than the rows that are there.
+    """
     for name, row in fresh.items():
         own = row if len(row) == len(inverse) else row[beside(inverse, row)]
         if name not in rows:  # Nothing was read, so these are all the positions there are.
             rows[name] = own
         elif own is not rows[name]:
+            if row.shape[1:] != rows[name].shape[1:]:
+                raise ValueError(
+                    f"{name!r} has the shape {tuple(row.shape[1:])} for some samples, and "
+                    f"{tuple(rows[name].shape[1:])} for others: pad all samples to one length, "
+                    "or keep no cache"
+                )
             rows[name][beside(positions, row)] = own

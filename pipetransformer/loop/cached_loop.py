@@ -221,7 +221,8 @@ class CachedLoop:
     def _evaluated(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._refuse_closed()
         self._refuse_evaluating()
-        if self._rows is None or not self._rows.may_serve:
+        has_samples = len(base_of(loader).dataset) > 0  # type: ignore[arg-type]
+        if self._rows is None or not self._rows.may_serve or not has_samples:
             yield from loader
             return
         training, rows = self._rows.forward, None

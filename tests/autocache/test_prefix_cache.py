@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autocache import ActivationStore, DeviceStore
 from autocache.prefix_cache import PrefixCache
+from autocache.prefix_chunks import place
 from autocache.row_content import HIDDEN, RowContent
 from autocache.store import RowStore
 from autocache.write_behind import WriteBehind
@@ -313,3 +314,11 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
             cache.fetch(torch.arange(0), samples.load, depth=1)
         with pytest.raises(ValueError, match="has no stamp"):
             cache.fetch(torch.arange(3), samples.load, depth=3)
+
+
+def test_rows_of_other_shapes_than_those_that_were_read_are_refused_by_name() -> None:
+    rows = {"hidden": torch.zeros(3, 4)}
+    first = torch.tensor([0])
+    with pytest.raises(ValueError, match=r"'hidden' has the shape \(5,\) for some samples"):
+        place(rows, first, {"hidden": torch.ones(1, 5)}, first)
+    assert not rows["hidden"].any()

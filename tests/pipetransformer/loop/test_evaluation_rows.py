@@ -338,3 +338,11 @@ def test_two_processes_fill_a_set_together(two_ranks: Pool, tmp_path: Path) -> N
     # The second one has a sample twice, as all have as many batches.
     assert [sum(counts) for counts in found] == [NUM // 2 + 1] * 2
     assert _fill(str(tmp_path)) == (0, NUM + 1)
+
+
+def test_an_empty_evaluation_has_no_batch() -> None:
+    model = _model()
+    with _attached(model, "parts") as cached:
+        for batch in cached.epoch(DataLoader(_Data(NUM, 1), batch_size=4)):
+            model(batch["x"])
+        assert list(cached.evaluation(DataLoader(_Data(0, 2), batch_size=4))) == []
