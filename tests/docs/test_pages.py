@@ -15,6 +15,7 @@ import pytest
 
 from experiments.docs_pages import pages as generated_pages
 from pipetransformer import cli
+from tests.helpers.marks import slow
 from tests.helpers.tiny_hub import tiny_hub
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def printed(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["bert-on-glue", "vit-on-images", "lora-on-a-decoder", "your-own-policy"]
+    "name", ["bert-on-glue", slow("vit-on-images"), "lora-on-a-decoder", slow("your-own-policy")]
 )
 def test_a_tutorial_is_a_program_that_prints_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

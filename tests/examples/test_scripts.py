@@ -275,6 +275,7 @@ def test_a_frozen_part_is_read_from_rows_and_nothing_else_changes(
     assert values[-1] < values[-4] if values else name in ("speech", "backbone")
 
 
+@pytest.mark.slow
 def test_backbone_reads_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(photos(tmp_path / "photos"))
     (folder / "val").rename(folder / "test")

@@ -39,6 +39,7 @@ def test_what_is_no_class_with_a_part_is_not_built() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_parts_counts_what_was_served(tmp_path: Path) -> None:
     results, page = tmp_path / "parts.jsonl", tmp_path / "page.md"
     page.write_text("<!-- census -->\n<!-- /census -->\n")

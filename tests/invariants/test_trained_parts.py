@@ -178,7 +178,7 @@ def test_replicas_of_one_stage_read_parts_rows(two_ranks: Pool, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "settings", [{"precision": "bf16"}, {"micro_batch_size": 2}, {"num_workers": 1}], ids=str
+    "settings", [{"precision": "bf16"}, {"micro_batch_size": 2}, slow({"num_workers": 1})], ids=str
 )
 def test_settings_of_a_run_change_nothing_between_rows_and_parts(
     settings: dict[str, Any],

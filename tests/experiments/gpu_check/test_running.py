@@ -44,6 +44,7 @@ def report(out: Path, child: int) -> dict[str, Any]:
     return run_phases(phases, setting)["phases"]
 
 
+@pytest.mark.slow
 def test_a_phase_that_hangs_is_killed_with_its_children_and_keeps_its_lines(
     report: dict[str, Any], child: int
 ) -> None:

@@ -18,6 +18,7 @@ from pipetransformer import CallbackError
 from pipetransformer.hf import Trainer
 from pipetransformer.hf.callback_bridge import CallbackBridge
 from tests.helpers.hf_runs import KINDS, SAVES, arguments, made, numbers, questions, reader, rows
+from tests.helpers.marks import slow
 
 BEST = {"save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 3}
 
@@ -48,17 +49,22 @@ def found(folder: Path, kind: Any, options: dict[str, Any], **given: Any) -> dic
     ("options", "given"),
     [
         ({"eval_strategy": "steps", "eval_steps": 0.4, "logging_steps": 0.3}, {}),
-        ({"train_sampling_strategy": "sequential", "logging_strategy": "epoch"}, {}),
+        slow({"train_sampling_strategy": "sequential", "logging_strategy": "epoch"}, {}),
         ({"per_device_train_batch_size": 100, "num_train_epochs": 3}, {}),
         ({**SAVES, "save_total_limit": 0}, {}),
         ({**BEST, "learning_rate": 0.0, "metric_for_best_model": "accuracy"}, {}),
-        ({**BEST, "save_total_limit": 1}, {}),
+        slow({**BEST, "save_total_limit": 1}, {}),
         (
             {"label_names": ["labels"], "eval_accumulation_steps": 1},
             {"train_dataset": Subset(rows(40), range(5, 30))},
         ),
-        *(({"eval_strategy": "steps", "eval_steps": 2}, {"callbacks": lambda e=event: [StopIn(e)]})
-          for event in ("on_log", "on_evaluate", "on_epoch_end")),
+        *(
+            (slow if event != "on_evaluate" else pytest.param)(
+                {"eval_strategy": "steps", "eval_steps": 2},
+                {"callbacks": lambda e=event: [StopIn(e)]},
+            )
+            for event in ("on_log", "on_evaluate", "on_epoch_end")
+        ),
     ],
 )  # fmt: skip
 def test_a_run_is_transformers_own(
