@@ -143,24 +143,14 @@ class ShortForward:
                 "it, or another training"
             )
         for block, serve in zip(blocks, serving, strict=True):
-            own = vars(block).get("forward")
-            # Compiled code would know the rows of one batch alone.
-            served = torch.compiler.disable(partial(serve, block.forward))
-            block.forward = _Forward(block, own, served)
-            self._replaced.append(block)
+            self._replace(block, serve)
         for module, answer in self._row.idle if depth else ():
-            own, inner = vars(module).get("forward"), InnerHooks(module)
-            served = torch.compiler.disable(partial(self._idle, answer, inner, module.forward))
-            module.forward = _Forward(module, own, served)
-            self._replaced.append(module)
+            self._replace(module, partial(self._idle, answer, InnerHooks(module)))
         entrance = self._row.entrance
         if depth and entrance is not None and entrance not in self._row.called_above:
             parts = [vars(part) for part in entrance.modules() if part is not entrance]
             hooks = [part[name] for part in parts for name in HOOKS]
-            own = vars(entrance).get("forward")
-            served = torch.compiler.disable(partial(self._enter, hooks, entrance.forward))
-            entrance.forward = _Forward(entrance, own, served)
-            self._replaced.append(entrance)
+            self._replace(entrance, partial(self._enter, hooks))
         model = self._task.model
         # Where they lie, as `load_state_dict(assign=True)` puts others there.
         self._frozen = {
@@ -171,6 +161,14 @@ class ShortForward:
         }
         self._with_adapters = modules_with_adapters(model.model)
         self._adapters = adapters_in_use(self._with_adapters)
+
+    def _replace(self, module: nn.Module, serve: Callable[..., Any]) -> None:
+        """Have a module call `serve` with its forward, and what that is given."""
+        own = vars(module).get("forward")
+        # Compiled code would know the rows of one batch alone.
+        served = torch.compiler.disable(partial(serve, module.forward))
+        module.forward = _Forward(module, own, served)
+        self._replaced.append(module)
 
     def give_back(self) -> None:
         """Let blocks run as they did."""
