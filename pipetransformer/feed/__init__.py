@@ -28,6 +28,7 @@ from pipetransformer.feed.samples import (
     find_changed,
     part_of,
     read_lengths,
+    spread,
 )
 from pipetransformer.feed.target_source import TargetSource
 from pipetransformer.feed.timeline import Clock, Position, Timeline
@@ -38,5 +39,5 @@ __all__ = [
     "ForeseenSamples", "FrozenPrefix", "Position", "Request", "Rows", "SampleError", "SampleFeed",
     "Samples", "SizedDataset", "TargetSource", "Timeline", "check_dataset", "find_changed",
     "first_samples", "names_for", "own_random_numbers", "part_of", "read_lengths", "samples_of",
-    "seed_plainly", "seed_torch", "tell_of_loss", "tell_of_outputs",
+    "seed_plainly", "seed_torch", "spread", "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

@@ -37,6 +37,11 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+def spread(num: int, most: int) -> list[int]:
+    """Return so many indices below `num`, or all, from the first to the last."""
+    return torch.linspace(0, num - 1, min(most, num)).long().tolist()
+
+
 def part_of(value: _Value, samples: slice | Tensor) -> _Value:
     """Return some samples of a hidden state, or of every entry of a batch."""
     part: _Value = tree_map(lambda tensor: tensor[samples], value)
@@ -162,8 +167,7 @@ class Samples:
 
     def spread(self, most: int) -> list[int]:
         """Choose some samples from all over the dataset."""
-        num = len(self.dataset)
-        return torch.linspace(0, num - 1, min(most, num)).long().tolist()
+        return spread(len(self.dataset), most)
 
     def _item(self, index: int) -> Any:
         try:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from pipetransformer.feed import spread
+
 _NUM_COMPARED = 16
 """Samples that are collated alone, from all over the data set."""
 
@@ -55,8 +57,12 @@ class Bundles:
                     f"sample {ids[0]} is another one when it is read again: the data set draws "
                     "random numbers that no seed of torch, numpy or random sets"
                 )
-        opened = {name: values[own].to(first.device) for name, own in self.names.items()}
-        return {**entries, **{name: one for name, one in opened.items() if name in entries}}
+        opened = {
+            name: values[own].to(first.device)
+            for name, own in self.names.items()
+            if name in entries
+        }
+        return {**entries, **opened}
 
 
 def _are_signed(values: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> bool:
@@ -79,7 +85,7 @@ def bundles_of(
     Texts are none of them: they are padded, and a mask says how long they are.
     """
     dataset: Any = base.dataset
-    chosen = torch.linspace(0, len(dataset) - 1, min(_NUM_COMPARED, len(dataset))).long().tolist()
+    chosen = spread(len(dataset), _NUM_COMPARED)
     try:
         alone = [leaves_of(base.collate_fn([dataset[index]])) for index in chosen]
     except Exception:  # Any: a function may take even numbers of samples alone.

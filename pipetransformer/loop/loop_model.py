@@ -49,8 +49,6 @@ _UNTIED_LATE = (
     "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
 )
 
-_NO_VIEWS = "cache_views= keeps no views of samples with several rows; leave it out"
-
 _MOST_COMPARED = 8
 """Samples whose shapes are compared, where parts are frozen."""
 
@@ -94,10 +92,10 @@ class LoopModel:
         self.pieces = pieces = _pieces(whole_form, calls)
         self.form = whole_form.in_pieces(pieces)
         config = settings.config(loader)
-        if pieces.num > 1 and config.cache_views is not None:
-            raise ValueError(_NO_VIEWS)
-        if self.bundle_names and config.cache_views is not None:
-            raise ValueError(_NO_VIEWS)
+        if config.cache_views is not None and (pieces.num > 1 or self.bundle_names):
+            raise ValueError(
+                "cache_views= keeps no views of samples with several rows; leave it out"
+            )
         function = loader.collate_fn
         self.collation = collation = _collation(model, calls, self.form, function, pieces)
         if odd := [name for name in settings.reads if name not in whole_form.names]:

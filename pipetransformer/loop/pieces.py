@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from pipetransformer.feed import spread
+
 _NUM_COMPARED = 5
 """Samples that are collated in pairs, both ways round."""
 
@@ -85,7 +87,7 @@ def order_of_rows(
         nums: the entries' rows a sample, of one sample that was repeated.
     """
     possible = {n: {SampleRows(num, one) for one in (True, False)} for n, num in nums.items()}
-    chosen = torch.linspace(0, len(dataset) - 1, min(_NUM_COMPARED, len(dataset))).long().tolist()
+    chosen = spread(len(dataset), _NUM_COMPARED)
     for pair in zip(chosen[:-1], chosen[1:], strict=True):
         items = [dataset[index] for index in pair]
         batch, turned = collate(items), collate(items[::-1])

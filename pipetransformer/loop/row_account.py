@@ -11,11 +11,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pipetransformer.feed import Batch
 from pipetransformer.loop.loop_model import LoopModel
 from pipetransformer.loop.model_watch import left_alone
+from pipetransformer.loop.row_probe import tensors_in
 from pipetransformer.model import whole_in_mode
 
 _NUM_SAMPLES = 8
@@ -117,9 +117,7 @@ def row_account(known: LoopModel, from_rows: FromRows) -> RowAccount:
 
 
 def _run_backward(answer: Any, weights: list[Any]) -> None:
-    has_fields = hasattr(answer, "__dict__") and not isinstance(answer, Tensor)
-    leaves = tree_leaves(dict(vars(answer)) if has_fields else answer)
-    learned = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    learned = [one for one in tensors_in(answer) if one.requires_grad]
     if learned and weights:
         total = torch.stack([leaf.float().sum() for leaf in learned]).sum()
         torch.autograd.grad(total, weights, allow_unused=True)

@@ -129,7 +129,7 @@ class RowProbe:
             trained, answers = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
         # A packed row has no graph, and another chain hands on nothing but its hidden state.
-        for one in [trained] if self.partial.packing is None else _tensors_in(answers):
+        for one in [trained] if self.partial.packing is None else tensors_in(answers):
             if learned := _learned(one, len(hidden)):
                 raise _Finding(f"{learned} takes part in what they return, and goes on learning")
         self._look_at_learned(read, entries, trained.detach(), depth)
@@ -276,7 +276,7 @@ class RowProbe:
             self.task.computing(self.device),
         ):
             torch.manual_seed(0)
-            leaves = _tensors_in(run())
+            leaves = tensors_in(run())
             self.watch.ignore_changes()
             return [*leaves, *(t.clone() for _, t in model.named_buffers())]
 
@@ -290,7 +290,7 @@ def _plain_leaves(answer: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(answer) if not isinstance(leaf, Tensor)]
 
 
-def _tensors_in(answer: Any) -> list[Tensor]:
+def tensors_in(answer: Any) -> list[Tensor]:
     has_fields = hasattr(answer, "__dict__") and not isinstance(answer, Tensor)
     leaves = tree_leaves(dict(vars(answer)) if has_fields else answer)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -17,7 +17,7 @@ class UnlikeAnswerError(ValueError):
 
 @final
 @dataclass(frozen=True)
-class Answer:
+class PartAnswer:
     """Say what a part returned: tensors' shapes, without samples, and all that is no tensor."""
 
     spec: TreeSpec
@@ -53,7 +53,7 @@ class Packing:
         num_leading: dimensions that all tensors share: 1, of samples, or 2, of positions, too.
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[PartAnswer, ...]
     names: tuple[str, ...]
     most_bytes: int | None = None
     num_leading: int = 1
@@ -83,8 +83,10 @@ class Packing:
     @property
     def _shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Return shapes behind what all tensors share, and dtypes."""
-        first = self.num_leading - 1
-        return [(shape[first:], d) for answer in self.answers for shape, d in answer.shapes]
+        return [shape for answer in self.answers for shape in self._behind(answer)]
+
+    def _behind(self, answer: PartAnswer) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(shape[self.num_leading - 1 :], dtype) for shape, dtype in answer.shapes]
 
     def lacks(self, rows: Tensor) -> bool:
         """Return whether one of the rows is none, as its sample has too many entries."""
@@ -108,9 +110,7 @@ class Packing:
             refuse_unknown(name, leaves)
             num = num_samples if self.most_bytes is None else None
             found = answer_of(name, leaves, spec, num)
-            shapes = [(shape[self.num_leading - 1 :], d) for shape, d in found.shapes]
-            due = [(shape[self.num_leading - 1 :], d) for shape, d in known.shapes]
-            is_alike = self.is_single or shapes == due
+            is_alike = self.is_single or self._behind(found) == self._behind(known)
             if spec != known.spec or not is_alike or not _are_same(found.leaves, known.leaves):
                 raise UnlikeAnswerError(
                     f"{name!r} returns {_spelled(found)} for some samples, and "
@@ -208,7 +208,7 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def _spelled(answer: Answer) -> str:
+def _spelled(answer: PartAnswer) -> str:
     tensors = [f"{('N', *shape)} {dtype}" for shape, dtype in answer.shapes]
     return ", ".join([*tensors, *(repr(one) for one in answer.leaves if one is not _TENSOR)])
 
@@ -227,7 +227,7 @@ def tensors_of(flat: Mapping[str, Flat]) -> list[Tensor]:
     return [leaf for leaves, _ in flat.values() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | None) -> Answer:
+def answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | None) -> PartAnswer:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         refuse_unknown(name, leaves)
@@ -239,4 +239,4 @@ def answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | N
                 "samples; rows need one entry a sample in its first dimension"
             )
     plain = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Answer(spec, plain, tuple((one.shape[1:], one.dtype) for one in tensors))
+    return PartAnswer(spec, plain, tuple((one.shape[1:], one.dtype) for one in tensors))

@@ -24,9 +24,9 @@ from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padde
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
 from pipetransformer.model.packing import (
-    Answer,
     Flat,
     Packing,
+    PartAnswer,
     UnlikeAnswerError,
     answer_of,
     refuse_unknown,
@@ -159,14 +159,14 @@ def _idle_modules(
     record: PartRecord,
     trial: PartTrial,
     run_from_rows: Callable[[Entries], list[Any]],
-) -> tuple[tuple[nn.Module, Answer], ...]:
+) -> tuple[tuple[nn.Module, PartAnswer], ...]:
     """Return frozen modules that serve the parts alone, with what they answer.
 
     From rows all is the same where they answer NaN.
     """
     if model in record.parts.values():
         return ()
-    num, answers = len(next(iter(trial.entries.values()))), dict[str, Answer]()
+    num, answers = len(next(iter(trial.entries.values()))), dict[str, PartAnswer]()
     tried = _served_by(model, record)
 
     def note(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -244,11 +244,9 @@ def _alone(
 ) -> dict[str, Flat] | None:
     """Return what parts return for one sample; None where it fails."""
     record.answers, record.order = {}, []
-    try:
-        with record.listening():
-            run(entries)
-    except Exception:  # Any: behind the parts it is of no matter.
-        pass
+    # Any: behind the parts it is of no matter.
+    with suppress(Exception), record.listening():
+        run(entries)
     # One that has nothing for a part may leave it out.
     return {n: record.answers[n] for n in record.parts} if record.is_reached else None
 

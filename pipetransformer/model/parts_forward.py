@@ -10,7 +10,7 @@ read or just computed: a run without a cache takes the same steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, final
 
@@ -70,11 +70,8 @@ class PartsForward:
             return answers[index]
 
         runs = [partial(run, index, part.forward) for index, part in enumerate(self._row.blocks)]
-        with whole_in_mode(self._model, training=False), self._calling(runs):
-            try:
-                self._model(**entries, **self._keywords)
-            except Left:
-                pass
+        with whole_in_mode(self._model, training=False), self._calling(runs), suppress(Left):
+            self._model(**entries, **self._keywords)
         assert self._row.packing is not None
         in_order = [answers[index] for index in range(len(self._row.blocks))]
         return self._row.packing.packed(in_order, len(next(iter(entries.values()))))

@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from freeze.in_place import frozen_in_place
 
 if TYPE_CHECKING:
-    from pipetransformer.model.packing import Answer, Packing
+    from pipetransformer.model.packing import Packing, PartAnswer
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -122,7 +122,7 @@ class Row:
     samples_at: int
     entrance: nn.Module | None
     packing: Packing | None = None
-    idle: tuple[tuple[nn.Module, Answer], ...] = ()
+    idle: tuple[tuple[nn.Module, PartAnswer], ...] = ()
     carried: tuple[int, ...] = ()
     encoders: Mapping[str, nn.Module] = field(default_factory=dict)
     packings: tuple[Packing, ...] = ()
