@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -121,10 +121,15 @@ def freeze_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> N
 
 
 def freeze_modules(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Freeze modules, wherever they are in a model, and keep them in eval mode; nothing else."""
+    """Freeze further modules, wherever they are in a model, until `apply` is called again.
+
+    They stay in eval mode.
+    """
     parts = {part for module in modules for part in module.modules()}
     parameters = {one for part in parts for one in part._parameters.values() if one is not None}
-    if _freeze_only(model, {*_frozen_by_us(model), *parameters}) | _keep_in_eval(model, parts):
+    if _freeze_only(model, {*_frozen_by_us(model), *parameters}) | _keep_in_eval(
+        model, {*_kept_in_eval(model), *parts}
+    ):
         _forget_compiled()
 
 
@@ -142,14 +147,25 @@ def thawed_by(
     return {name: p for name, p in frozen_in_place(model).items() if p not in staying}
 
 
-def find_layers(model: nn.Module) -> list[nn.Module]:
+def tied_above(
+    model: nn.Module, num_frozen: int, *, layers: Sequence[nn.Module]
+) -> set[nn.Parameter]:
+    """Return the parameters of frozen layers that `apply` leaves, as others use them, too."""
+    bottom = _bottom(model, layers, num_frozen)
+    return bottom.parameters - bottom.freezing
+
+
+def find_layers(model: nn.Module, *, without: Iterable[nn.Module] = ()) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 
+    Args:
+        without: modules of the model whose lists do not count, such as a frozen encoder.
     Raises:
         ValueError: there is none, or another such list is as large, or lies before it, as an
             encoder before a decoder; give the layers yourself.
     """
-    lists = _lists_of_equal_blocks(model)
+    inside = {part for module in without for part in module.modules()}
+    lists = _lists_of_equal_blocks(model, inside)
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
@@ -159,7 +175,7 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
         for path, module in lists.items()
     }
     largest = max(sizes, key=sizes.__getitem__)
-    if (before := list_before(model, list(lists[largest]))) is not None:
+    if (before := list_before(model, list(lists[largest]), without=inside)) is not None:
         raise ValueError(
             f"{before!r} lies before {largest!r}, both lists of equal blocks, and would freeze as "
             "a whole with block 0; give layers=, bottom first"
@@ -174,12 +190,14 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
     return list(lists[largest])
 
 
-def list_before(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
+def list_before(
+    model: nn.Module, layers: Sequence[nn.Module], *, without: Collection[nn.Module] = ()
+) -> str | None:
     """Return the name of a list of equal blocks that would freeze as a whole with layer 0.
 
     That is one with weights which is registered before the layers: an encoder before a decoder.
     """
-    lists = _lists_of_equal_blocks(model)
+    lists = _lists_of_equal_blocks(model, without)
     paths = _paths_of(list(model.named_modules(remove_duplicate=False)), layers)
     for path, module in model.named_modules():
         if path == paths[0]:
@@ -190,11 +208,14 @@ def list_before(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
     return None
 
 
-def _lists_of_equal_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
+def _lists_of_equal_blocks(
+    model: nn.Module, without: Collection[nn.Module] = ()
+) -> dict[str, nn.ModuleList | nn.Sequential]:
     return {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
+        and module not in without
         and len(module) > 1
         and len({type(block) for block in module}) == 1
     }
@@ -328,6 +349,10 @@ def _hook_of(module: nn.Module) -> tuple[int, _StayInEval] | None:
     return None
 
 
+def _kept_in_eval(model: nn.Module) -> dict[nn.Module, tuple[int, _StayInEval]]:
+    return {module: found for module in model.modules() if (found := _hook_of(module))}
+
+
 def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
     """Put modules into eval mode while they are frozen; tell whether any changed.
 
@@ -337,7 +362,7 @@ def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         wanted = {one for one in wanted if not isinstance(one, compiler.OptimizedModule)}
-    hooks = {module: found for module in model.modules() if (found := _hook_of(module))}
+    hooks = _kept_in_eval(model)
     leaving, entering = hooks.keys() - wanted, wanted - hooks.keys()
     new = {module: _StayInEval(module.training, model.training) for module in entering}
     for module in leaving:

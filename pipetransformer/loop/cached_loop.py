@@ -63,10 +63,11 @@ def attach(
         freeze: how many blocks are frozen, by epoch; a number holds for all. Or a policy, a
             function of a `FreezeContext`, or a policy's name: it is asked before each epoch.
             `freeze_bottom` takes its place.
-        parts: in the place of `freeze`: modules, or their names in the model, that are frozen from
-            the first epoch on and stay in eval mode. What they return for a sample is its row:
-            tensors of any number, one entry a sample. Any module will do: a tower, an encoder, a
-            backbone, or one that is not in the model, such as a teacher, by itself.
+        parts: alone, or beside `freeze`, whose blocks are others: modules, or their names in the
+            model, that are frozen from the first epoch on and stay in eval mode. What they return
+            for a sample is its row: tensors of any number, one entry a sample. Any module will
+            do: a tower, an encoder, a backbone, or one that is not in the model, such as a
+            teacher, by itself.
         optimizer, num_epochs: of the loop; policies need them to know how far it is.
         dry_run: whether nothing freezes, so that the loop's numbers are as without `attach`. A
             warning at `close` says what would have frozen when, and what that would save.
@@ -87,12 +88,10 @@ def attach(
     refuse_no_module(model)
     refuse_wrapper(model)
     if parts:
-        if freeze is not None:
-            raise ValueError("freeze= and parts= exclude each other: give one of them")
         if dry_run:
-            raise ValueError("parts= are frozen from the start: a dry run has nothing to watch")
-        root, named = named_parts(model, parts)
-        return CachedLoop(root, lambda _: 1, {**settings, PARTS: named})
+            raise ValueError("parts= are frozen from the start, and a dry run freezes nothing")
+        model, settings[PARTS] = named_parts(model, parts, alone=freeze is None)
+        freeze = 0 if freeze is None else freeze
     if freeze is None or isinstance(freeze, nn.Module):
         raise ValueError(
             "give freeze=, how many of the lower blocks are frozen, or parts=, modules that are"

@@ -48,14 +48,14 @@ class FreezeObserver:
         layers: the model's blocks, bottom first; None finds them.
     Attributes:
         keeps_outputs: whether frozen layers' outputs are cached, as predicted steps count.
-        parts: modules that are frozen from the start; then nothing is watched, and nobody asked.
+        watches: whether there is a policy; else nothing is watched.
     Raises:
         ValueError: every_steps is less than 1, there are no layers, or the policy needs another
             signal than relative updates; later, it lets layers rest.
     """
 
     keeps_outputs = True
-    parts: tuple[str | nn.Module, ...] = ()
+    watches = True
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class FreezeObserver:
             optimizers: or what has their `param_groups`; the first one has the learning rate.
             scaler: a `GradScaler`.
         """
-        if self.parts:
+        if not self.watches:
             return
         if self._times is not None:
             self._times.close()  # A training that failed left its hooks.
@@ -109,7 +109,7 @@ class FreezeObserver:
         self._model, self._optimizers = model, optimizers
         self._scaler, self._scale = scaler, _scale_of(scaler)
         self._blocks = self._blocks_of(model)
-        self._were_frozen = set(frozen_in_place(model).values())
+        self._were_frozen = {*frozen_in_place(model).values()} - self._part_weights
         self.expect(max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # What an earlier run froze stays so until the policy is asked: else it would thaw in vain.
         self._waits = not (self.dry_run or self._looks)
@@ -130,7 +130,7 @@ class FreezeObserver:
         A scaler that skips a step lowers its scale. Whether the optimizer's step was called says
         nothing, as fused optimizers skip it themselves.
         """
-        if self.parts:
+        if not self.watches:
             return
         before, self._scale = self._scale, _scale_of(self._scaler)
         skipped = skipped or self._scale < before
@@ -142,7 +142,7 @@ class FreezeObserver:
 
     def end_step(self, step: int) -> None:
         """Note that `step` steps are done, once the next one's rate is set; look if it is time."""
-        if self.parts:
+        if not self.watches:
             return
         if self._coming_rate is not None:
             self._rates.append(self._coming_rate)
@@ -160,7 +160,7 @@ class FreezeObserver:
         Args:
             epoch: of the next step; None takes what the number of steps says.
         """
-        if self.parts:
+        if not self.watches:
             return 0
         # Who names an epoch begins it, however many were expected.
         is_over = epoch is None and step >= self._max_steps
@@ -222,6 +222,10 @@ class FreezeObserver:
             self._costs = StepCosts(costs["step_s"], **layers)
         looks = [{**look, "updates": tuple(look["updates"])} for look in state["looks"]]
         self._looks = [Look(**look) for look in looks]
+
+    @property
+    def _part_weights(self) -> set[nn.Parameter]:
+        return set() if self._rows is None else self._rows.part_weights
 
     def _blocks_of(self, model: nn.Module) -> list[nn.Module]:
         if self._rows is None:
@@ -330,7 +334,10 @@ class FreezeObserver:
         return self._costs.step_s * (1 - saved)
 
     def _begin_interval(self) -> None:
-        self._weights = freezing_with(self._model, self._blocks)
+        self._weights = [
+            {name: p for name, p in layer.items() if p not in self._part_weights}
+            for layer in freezing_with(self._model, self._blocks)
+        ]
         self._changes = WeightChanges({str(i): layer for i, layer in enumerate(self._weights)})
         self._changes.begin()
         self._num_updates, self._rates = 0, list[float]()

@@ -37,6 +37,7 @@ from pipetransformer.model import (
     present,
     present_parts,
     row_of,
+    whole_in_mode,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -162,16 +163,27 @@ class LoopModel:
         call, device = self.calls[0], next(model.parameters()).device
         entries = {name: self.example[name].to(device) for name in call.parameters.values()}
 
-        def run(given: Mapping[str, Tensor]) -> Any:
-            args, kwargs = call.arguments(self.bundles.opened(given))
+        def run(given: Mapping[str, Tensor], how: LoopCall = call) -> Any:
+            args, kwargs = how.arguments(self.bundles.opened(given))
             return model(*args, **kwargs)
 
+        def run_labelled(given: Mapping[str, Tensor]) -> Any:
+            targets = {name: self.example[name].to(device) for name in labels.values()}
+            return run({**given, **targets}, _given_too(call, labels))
+
+        labels = _labels_of(model, call)
         freeze_modules(model, settings.parts.values())
         singly = [self.samples.probe([index]) for index in self.samples.spread(_MOST_COMPARED)]
         shown = present_parts(
             model,
             settings.parts,
-            PartTrial(entries, singly, run, is_counted=bool(self.bundle_names)),
+            PartTrial(
+                entries,
+                singly,
+                run,
+                is_counted=bool(self.bundle_names),
+                run_labelled=run_labelled if labels else None,
+            ),
             beside=self.collation.targets,
         )
         packing = row_of(shown).packing
@@ -219,6 +231,18 @@ class LoopModel:
         """Name the inputs that are read above the blocks, too."""
         return self.task.model.sides_of(0, len(self.task.model.sublayers))
 
+    def run_example(self) -> None:
+        """Run the model's forward on two samples, in eval mode."""
+        model = self.task.model.model
+        device = next(model.parameters()).device
+        entries = {n: self.example[n].to(device) for n in self.calls[0].parameters.values()}
+        with (
+            left_alone(model, device),
+            whole_in_mode(model, training=False),
+            in_own_forward(model),
+        ):
+            self.partial.whole(entries)
+
     def expect(self, call: LoopCall) -> None:
         """Take another call for the model's only one: it has the rows of the one before."""
         self.calls, self.partial.call = (call,), call
@@ -251,15 +275,21 @@ def look_at(
     try:
         return LoopModel(model, loader, whole_form, calls, settings)
     except ForwardFailedError:
-        takes = forward_parameters(model)
-        labels = {name: one for name, one in calls[0].targets.items() if one in takes}
-        if not labels:
+        if not (labels := _labels_of(model, calls[0])):
             raise
         # A decoder whose inputs are made of labels: they are inputs as others are.
-        given = tuple(
-            replace(one, parameters={**one.parameters, **labels}, targets={}) for one in calls
-        )
+        given = tuple(_given_too(one, labels) for one in calls)
         return LoopModel(model, loader, whole_form, given, settings)
+
+
+def _labels_of(model: nn.Module, call: LoopCall) -> dict[str, str]:
+    """Return the entries of a call's labels that the model's forward takes, with its names."""
+    takes = forward_parameters(model)
+    return {name: one for name, one in call.targets.items() if one in takes}
+
+
+def _given_too(call: LoopCall, labels: Mapping[str, str]) -> LoopCall:
+    return replace(call, parameters={**call.parameters, **labels}, targets={})
 
 
 def _refuse_rounding(config: TrainConfig) -> None:

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from autopipe.random_state import random_state
 from pipetransformer.checks import differ
@@ -322,6 +322,11 @@ class PartialForward:
             self.draws |= random_state(device) != before
             if all(one is not None for one in answers):
                 raise _Reached
-            return answers[index]
+            # The model goes on, and may write into what it is given.
+            answer, answers[index] = (
+                answers[index],
+                tree_map_only(Tensor, Tensor.clone, answers[index]),
+            )
+            return answer
 
         return run_it if self.row.packing is None else run_part

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, final
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from pipetransformer.feed import SampleFeed, check_dataset, own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
 from pipetransformer.loop.frozen_blocks import FrozenBlocks
+from pipetransformer.loop.frozen_parts import FrozenParts
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.loop_model import look_at
 from pipetransformer.loop.model_watch import ModelWatch
@@ -71,6 +73,10 @@ class RowService:
         self._settings = LoopSettings.of(settings, keeps_to_labels=keeps_to_labels)
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
+        self._parts: FrozenParts | None = None
+        if named := self._settings.parts:
+            is_frozen = settings.get("tied_weights") == "freeze"
+            self._parts = FrozenParts(model, named, freezes_tied=is_frozen)
         self._has_told = False
         self._begun = WeakSet[DataLoader[Any]]()  # Loaders that have begun an epoch.
         self._account: RowAccount | None = None
@@ -164,12 +170,9 @@ class RowService:
         num_frozen, self._num_frozen = self._num_frozen, -1
         if calls != self._known.calls:
             is_awaited, num_served = self.forward.is_awaited, self.forward.num_served
-            self._note_stats()
-            self._batches.close()
-            self.world.close()
             expected = self._known.calls
             try:
-                self._take_up(calls)
+                self._take_up_anew(calls)
             except Exception:
                 self._take_up(expected)  # A loop may mend a call that fails, and go on.
                 self.set_depth(max(0, num_frozen))
@@ -178,6 +181,12 @@ class RowService:
             self.forward.is_awaited, self.forward.num_served = is_awaited, num_served
         if num_frozen >= 0:
             self.set_depth(num_frozen)
+
+    def _take_up_anew(self, calls: tuple[LoopCall, ...]) -> None:
+        self._note_stats()
+        self._batches.close()
+        self.world.close()
+        self._take_up(calls)
 
     def refuse_another(self, loader: Any) -> None:
         """Raise a ValueError for a loader of other samples than those that were looked at."""
@@ -208,7 +217,12 @@ class RowService:
     @property
     def row_blocks(self) -> Sequence[nn.Module]:
         """Return the model's row of blocks, bottom first."""
-        return self._known.blocks
+        return self._known.blocks if self._parts is None else self._parts.blocks
+
+    @property
+    def part_weights(self) -> set[nn.Parameter]:
+        """Return the weights of parts that a user names, which never train."""
+        return set() if self._parts is None else self._parts.weights
 
     @property
     def depth(self) -> int:
@@ -230,16 +244,18 @@ class RowService:
         return int(broadcast_json(num_frozen, group=self.world.group))
 
     def set_depth(self, num_frozen: int) -> None:
-        """Freeze blocks, and have rows of that depth. Collective."""
+        """Freeze so many blocks, and have rows of what is frozen. Collective."""
+        if num_frozen == self._num_frozen:
+            return
+        if self._parts is not None:
+            self._set_parts(self._parts, num_frozen)
+            return
         model = self.task.model
         if num_frozen > model.num_layers:
             raise ValueError(
                 f"freeze asks for {num_frozen} blocks, but the model has {model.num_layers}"
             )
-        if num_frozen == self._num_frozen:
-            return
-        self._blocks.refuse_replaced(num_frozen)
-        self._batches.notice_changes()  # Another depth is watched anew.
+        self._freeze(num_frozen)
         self._num_frozen, depth = num_frozen, self.task.prefix_depth(num_frozen)
         if depth < num_frozen and not self._has_told:
             self._has_told = True
@@ -248,9 +264,39 @@ class RowService:
                 "frozen blocks make of it changes with every step. tied_weights='freeze' freezes "
                 "it with the first block, 'untie' gives the head a copy"
             )
+        self._have_rows(depth)
+
+    def _set_parts(self, parts: FrozenParts, num_frozen: int) -> None:
+        """Have rows of the parts, and of what the last frozen block returns, whatever it is."""
+        named = parts.at(num_frozen)
+        if self._freezes and max(0, self._num_frozen) != num_frozen:
+            self.forward.give_back()
+            with own_random_numbers(self.device):
+                parts.freeze(num_frozen, self._known.run_example)
+        self._num_frozen = num_frozen
+        self._have_rows_of(named)
+        if num_frozen and not self.depth:
+            self._have_rows_of(parts.at(0))  # Those of the block cannot be had, or do not pay.
+
+    def _have_rows_of(self, parts: Mapping[str, nn.Module]) -> None:
+        if parts != self._settings.parts:
+            self._settings, self._account = replace(self._settings, parts=parts), None
+            is_confirmed = self.forward.is_confirmed
+            self._take_up_anew(self._known.calls)
+            self.forward.is_confirmed = is_confirmed
+        else:
+            self._freeze(1)
+        self._have_rows(1)
+
+    def _freeze(self, num_layers: int) -> None:
+        """Freeze layers of the model as it was looked at; parts are one."""
+        self._blocks.refuse_replaced(num_layers)
+        self._batches.notice_changes()  # Another depth is watched anew.
         self.forward.give_back()
         if self._freezes:
-            self._blocks.freeze(num_frozen)
+            self._blocks.freeze(num_layers)
+
+    def _have_rows(self, depth: int) -> None:
         if self._settings.caches is False or self.sees_first or not self._may_have_rows(depth):
             depth = 0
         self._note_stats()
@@ -323,6 +369,8 @@ class RowService:
 
     def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
         """Return by name the weights that `set_depth` would thaw."""
+        if self._parts is not None:
+            return self._parts.thawed_by(num_frozen)
         return self._blocks.thawed_by(num_frozen)
 
     def taken_over(self, loader: Any) -> AbstractContextManager[None]:

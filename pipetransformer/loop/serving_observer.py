@@ -30,7 +30,7 @@ class ServingObserver(FreezeObserver):
 
     Args:
         freeze: a number of blocks, one for each epoch, a policy's name, a policy, or a function.
-        parts: in its place; see `attach`.
+        parts: in its place, or beside it; see `attach`.
         every_steps: optimizer steps between two questions to the policy; None asks it before each
             epoch. It is asked before the first step, too.
         cache: whether rows are kept; without, blocks only freeze. None keeps rows of parts where
@@ -58,17 +58,23 @@ class ServingObserver(FreezeObserver):
                 f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
                 "effect; leave that out"
             )
-        if bool(parts) == (freeze is not None):
-            raise ValueError("give freeze=, what of the blocks freezes when, or parts=, not both")
+        if not parts and freeze is None:
+            raise ValueError("give freeze=, what of the blocks freezes when, or parts=")
         if parts and (dry_run or cache is False or every_steps is not None or layers is not None):
             raise ValueError(
-                "parts= are frozen and have rows from the start: leave the others out"
+                "parts= are frozen and have rows from the start, and blocks beside them freeze "
+                "between epochs: leave dry_run=, cache=False, every_steps= and layers= out"
             )
-        freeze = 0 if freeze is None else freeze
-        super().__init__(freeze, every_steps=every_steps, dry_run=dry_run, layers=layers)
+        self.watches = freeze is not None
+        super().__init__(
+            0 if freeze is None else freeze,
+            every_steps=every_steps,
+            dry_run=dry_run,
+            layers=layers,
+        )
         self.keeps_outputs = cache is not False
         self.makes_rows = self.keeps_outputs and not dry_run
-        self._settings, self.parts = {**settings, CACHE: cache}, tuple(parts)
+        self._settings, self._parts = {**settings, CACHE: cache}, tuple(parts)
         self._swap = ExitStack()
         self._stats = CacheStats()
 
@@ -89,8 +95,8 @@ class ServingObserver(FreezeObserver):
         self.end_rows()  # Of a training that has failed.
         asked = {} if precision is None else {"precision": precision}
         settings = {**asked, **self._settings}
-        if self.parts:
-            model, settings[PARTS] = named_parts(model, self.parts)
+        if self._parts:
+            model, settings[PARTS] = named_parts(model, self._parts, alone=not self.watches)
         try:
             # Losses of trainers leave out what labels do: padding.
             self._rows = RowService(model, loader, settings, keeps_to_labels=True)
@@ -98,8 +104,8 @@ class ServingObserver(FreezeObserver):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}. Or freeze without rows: cache=False") from error
         self._at_the_end = weakref.finalize(self, self._rows.close)
-        if self.parts:
-            self._rows.set_depth(1)
+        if not self.watches:
+            self._rows.set_depth(0)
 
     def take_over(self, loader: Any) -> None:
         """Have the epoch that begins now give cached batches."""

@@ -9,10 +9,12 @@ from torch import nn
 
 
 def named_parts(
-    model: nn.Module, parts: Sequence[str | nn.Module]
+    model: nn.Module, parts: Sequence[str | nn.Module], *, alone: bool = True
 ) -> tuple[nn.Module, dict[str, nn.Module]]:
     """Return the module that a loop calls, and its parts by name.
 
+    Args:
+        alone: whether a part may be no part of the model, but one by itself.
     Raises:
         TypeError: a part is neither a name nor a module.
         ValueError: the model has no such part, or a part is of another model, beside others.
@@ -30,10 +32,10 @@ def named_parts(
                 raise ValueError(f"the model has no module {one!r}{meant}")
             found[one] = modules[one]
         elif isinstance(one, nn.Module):
-            if one not in names and len(parts) > 1:
+            if one not in names and (len(parts) > 1 or not alone):
                 raise ValueError(
-                    f"this {type(one).__name__} is not in the model; attach it by itself: one "
-                    "model for each `attach`"
+                    f"this {type(one).__name__} is not in the model; attach it by itself, without "
+                    "freeze= and other parts: one model for each `attach`"
                 )
             found[names.get(one, "")] = one
         else:
@@ -41,5 +43,5 @@ def named_parts(
     inner = [n for n in found for o in found if n != o and found[n] in {*found[o].modules()}]
     if inner:
         raise ValueError(f"the part {inner[0]!r} lies within another one; name the outer alone")
-    alone = next((part for part in found.values() if part not in names), None)
-    return (model, found) if alone is None else (alone, {type(alone).__name__: alone})
+    other = next((part for part in found.values() if part not in names), None)
+    return (model, found) if other is None else (other, {type(other).__name__: other})

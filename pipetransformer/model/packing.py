@@ -118,7 +118,9 @@ class Packing:
                     "of parts="
                 )
             tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return self.joined(tensors)
+        return self.joined(
+            tensors if self.most_bytes is not None else of_each(tensors, num_samples)
+        )
 
     def of_none(self, device: torch.device) -> Tensor:
         """Return the row of a sample that has no entry, where entries are counted."""
@@ -227,13 +229,21 @@ def tensors_of(flat: Mapping[str, Flat]) -> list[Tensor]:
     return [leaf for leaves, _ in flat.values() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def of_each(tensors: Sequence[Tensor], num_samples: int) -> list[Tensor]:
+    """Return tensors of so many samples, where some are one for all."""
+    return [one.expand(num_samples, *one.shape[1:]) if len(one) == 1 else one for one in tensors]
+
+
 def answer_of(name: str, leaves: list[Any], spec: TreeSpec, num_samples: int | None) -> PartAnswer:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         refuse_unknown(name, leaves)
         raise UnlikeAnswerError(f"{name!r} returns no tensor, and so nothing to keep in rows")
+    sizes = {num_samples}
+    if any(one.shape[:1] == (num_samples,) for one in tensors):
+        sizes.add(1)  # Beside others: a position bias is one for all samples.
     for one in tensors:
-        if not one.ndim or num_samples not in (None, len(one)):
+        if not one.ndim or num_samples is not None and len(one) not in sizes:
             raise UnlikeAnswerError(
                 f"{name!r} returns a tensor of shape {tuple(one.shape)} for {num_samples} "
                 "samples; rows need one entry a sample in its first dimension"

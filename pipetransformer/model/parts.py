@@ -29,6 +29,7 @@ from pipetransformer.model.packing import (
     PartAnswer,
     UnlikeAnswerError,
     answer_of,
+    of_each,
     refuse_unknown,
     tensors_of,
 )
@@ -81,12 +82,14 @@ class PartTrial:
             parts do without, they are no inputs, and rows hold nothing but what parts return.
         run: calls the model's forward.
         is_counted: whether samples have any number of entries in what parts are given.
+        run_labelled: calls it, and gives it labels, where it takes some.
     """
 
     entries: Entries
     singly: Sequence[Entries]
     run: Callable[[Entries], Any]
     is_counted: bool
+    run_labelled: Callable[[Entries], Any] | None = None
 
 
 def present_parts(
@@ -117,6 +120,8 @@ def present_parts(
                 f"the forward of this {name} fails for two samples: {error}"
             ) from error
         _refuse_calls(record, model)
+        if trial.run_labelled is not None and _is_labelled(record, trial.run_labelled, entries):
+            raise ForwardFailedError("what a part is given is made of labels")
         packing, rows = _packed(record, trial)
 
         def run_from_rows(given: Entries) -> list[Any]:
@@ -236,7 +241,19 @@ def _packed(record: PartRecord, trial: PartTrial) -> tuple[Packing, Tensor]:
             if [t.shape for t in packing.tensors(rows)] == [t.shape for t in tensors_of(whole)]:
                 return packing, rows
     packing = Packing.of(whole, num)
-    return packing, packing.joined(tensors_of(whole))
+    return packing, packing.joined(of_each(tensors_of(whole), num))
+
+
+def _is_labelled(record: PartRecord, run: Callable[[Entries], Any], entries: Entries) -> bool:
+    """Return whether parts return something else where the forward is given labels."""
+    labelled = PartRecord(record.parts)
+    # Any: behind the parts it is of no matter.
+    with suppress(Exception), labelled.listening():
+        run(entries)
+    if not labelled.is_reached:
+        return False
+    found, known = _leaves(labelled.answers), _leaves(record.answers)
+    return len(found) != len(known) or not all(map(are_equal, found, known))
 
 
 def _alone(

@@ -267,10 +267,10 @@ def test_a_part_that_sees_a_list_of_targets_is_refused() -> None:
         _train(model, case, lambda: cached.epoch(loader))
 
 
-def test_freeze_and_parts_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="exclude each other"):
-        attach(Twice(), parts=["tower"], freeze=1)
-    with pytest.raises(ValueError, match="nothing to watch"):
+def test_what_freezes_is_refused_before_the_first_epoch() -> None:
+    with pytest.raises(ValueError, match="without freeze= and other parts"):
+        attach(Twice(), parts=[nn.Linear(2, 2)], freeze=1)
+    with pytest.raises(ValueError, match="a dry run freezes nothing"):
         attach(Twice(), parts=["tower"], dry_run=True)
     with pytest.raises(ValueError, match="parts="):
         attach(Twice(), freeze=nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -331,7 +331,11 @@ def test_a_later_run_reads_the_rows_of_a_part(tmp_path: Path) -> None:
 
 
 def test_a_callback_is_given_blocks_or_parts() -> None:
-    for given in ({}, {"freeze": 1, "parts": ["a"]}, {"parts": ["a"], "dry_run": True}):
+    for given in (
+        {},
+        {"freeze": 1, "parts": ["a"], "every_steps": 5},
+        {"parts": ["a"], "dry_run": True},
+    ):
         with pytest.raises(ValueError, match="parts="):
             FreezeCallback(**given)
 

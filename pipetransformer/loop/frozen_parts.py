@@ -1,0 +1,114 @@
+"""Say which modules are parts, where bottom blocks freeze beside those that a user names.
+
+    frozen blocks    parts, whose answers are rows
+    0                encoder
+    2                encoder, decoder.block.1
+
+A block's row is what it returned, whatever that is. All that lies below it is frozen with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from freeze import apply, find_layers
+from freeze.in_place import freeze_modules, freeze_parameters, thawed_by, tied_above
+
+
+@final
+class FrozenParts:
+    """Freeze a model's parts, and bottom blocks beside them.
+
+    Args:
+        named: the user's parts, by name.
+        freezes_tied: whether a weight that frozen and training layers share freezes, too.
+    Attributes:
+        weights: of the named parts.
+    """
+
+    def __init__(
+        self, model: nn.Module, named: Mapping[str, nn.Module], *, freezes_tied: bool
+    ) -> None:
+        self._model, self._named, self._freezes_tied = model, dict(named), freezes_tied
+        self._blocks = list[nn.Module]()
+        self.weights = {p for part in named.values() for p in part.parameters()}
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Return the model's blocks outside of its parts, bottom first.
+
+        Raises:
+            ValueError: it has no list of them, or several.
+        """
+        if not self._blocks:
+            try:
+                self._blocks = find_layers(self._model, without=self._named.values())
+            except ValueError as error:
+                what = str(error).partition("; give layers=")[0]
+                raise ValueError(
+                    f"{what}. If a list of blocks is frozen, name it in parts=, too"
+                ) from error
+        return self._blocks
+
+    def at(self, num_frozen: int) -> dict[str, nn.Module]:
+        """Return the parts by name, where so many blocks are frozen."""
+        if not num_frozen:
+            return self._named
+        if num_frozen > len(self.blocks):
+            raise ValueError(
+                f"freeze asks for {num_frozen} blocks, but the model has {len(self.blocks)} "
+                "outside of its parts"
+            )
+        last = self.blocks[num_frozen - 1]
+        name = next(name for name, module in self._model.named_modules() if module is last)
+        if name in self._named:
+            raise ValueError(f"block {name!r} is a part itself: leave it out of parts=")
+        return {**self._named, name: last}
+
+    def freeze(self, num_frozen: int, run: Callable[[], Any]) -> None:
+        """Have the parts and so many blocks frozen, and the other blocks train.
+
+        Args:
+            run: calls the model's forward on a few samples.
+        """
+        if num_frozen or self._blocks:
+            apply(self._model, num_frozen, layers=self.blocks)
+        freeze_modules(self._model, self._named.values())
+        if num_frozen:
+            tied = tied_above(self._model, num_frozen, layers=self.blocks)
+            kept = set() if self._freezes_tied else tied
+            # Such as a norm below the blocks that is registered behind them.
+            learned = _learned_by(self.blocks[num_frozen - 1], run) - kept
+            freeze_parameters(self._model, learned)
+
+    def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
+        """Return by name the weights that `freeze` would thaw."""
+        thawed = thawed_by(self._model, num_frozen, layers=self.blocks)
+        return {name: p for name, p in thawed.items() if p not in self.weights}
+
+
+def _learned_by(block: nn.Module, run: Callable[[], Any]) -> set[nn.Parameter]:
+    """Return the parameters that what a block returns would hand a gradient to."""
+    answers = list[Any]()
+    handle = block.register_forward_hook(lambda *given: answers.append(given[-1]))
+    try:
+        with torch.enable_grad():
+            run()
+    finally:
+        handle.remove()
+    tensors = [leaf for leaf in tree_leaves(answers) if isinstance(leaf, Tensor)]
+    waiting, seen, found = [one.grad_fn for one in tensors], set[Any](), set[nn.Parameter]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(parent for parent, _ in node.next_functions)
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter):
+                found.add(leaf)
+    return found
