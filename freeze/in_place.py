@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -155,17 +155,14 @@ def tied_above(
     return bottom.parameters - bottom.freezing
 
 
-def find_layers(model: nn.Module, *, without: Iterable[nn.Module] = ()) -> list[nn.Module]:
+def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 
-    Args:
-        without: modules of the model whose lists do not count, such as a frozen encoder.
     Raises:
         ValueError: there is none, or another such list is as large, or lies before it, as an
             encoder before a decoder; give the layers yourself.
     """
-    inside = {part for module in without for part in module.modules()}
-    lists = _lists_of_equal_blocks(model, inside)
+    lists = _lists_of_equal_blocks(model)
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
@@ -175,7 +172,7 @@ def find_layers(model: nn.Module, *, without: Iterable[nn.Module] = ()) -> list[
         for path, module in lists.items()
     }
     largest = max(sizes, key=sizes.__getitem__)
-    if (before := list_before(model, list(lists[largest]), without=inside)) is not None:
+    if (before := list_before(model, list(lists[largest]))) is not None:
         raise ValueError(
             f"{before!r} lies before {largest!r}, both lists of equal blocks, and would freeze as "
             "a whole with block 0; give layers=, bottom first"
@@ -190,14 +187,12 @@ def find_layers(model: nn.Module, *, without: Iterable[nn.Module] = ()) -> list[
     return list(lists[largest])
 
 
-def list_before(
-    model: nn.Module, layers: Sequence[nn.Module], *, without: Collection[nn.Module] = ()
-) -> str | None:
+def list_before(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:
     """Return the name of a list of equal blocks that would freeze as a whole with layer 0.
 
     That is one with weights which is registered before the layers: an encoder before a decoder.
     """
-    lists = _lists_of_equal_blocks(model, without)
+    lists = _lists_of_equal_blocks(model)
     paths = _paths_of(list(model.named_modules(remove_duplicate=False)), layers)
     for path, module in model.named_modules():
         if path == paths[0]:
@@ -208,14 +203,11 @@ def list_before(
     return None
 
 
-def _lists_of_equal_blocks(
-    model: nn.Module, without: Collection[nn.Module] = ()
-) -> dict[str, nn.ModuleList | nn.Sequential]:
+def _lists_of_equal_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     return {
         path: module
         for path, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
-        and module not in without
         and len(module) > 1
         and len({type(block) for block in module}) == 1
     }
@@ -339,6 +331,11 @@ class _StayInEval:
             for one in module.modules():
                 if _hook_of(one) is not None:
                     one.training = False
+
+
+def keeps_in_eval(hook: object) -> bool:
+    """Return whether a hook is that of a frozen module, and does nothing else."""
+    return isinstance(hook, _StayInEval)
 
 
 def _hook_of(module: nn.Module) -> tuple[int, _StayInEval] | None:

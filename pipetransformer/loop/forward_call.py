@@ -187,8 +187,7 @@ class ForwardCall:
 
     Args:
         calls: one for each column of the loader's batches; none where that is yet to be learnt.
-        of_parts: whether rows are of parts, not of blocks alone.
-        of_labels: whether rows may be of labels, too, as a decoder's inputs are made of these.
+        of_parts: whether rows are of parts, not of blocks.
     """
 
     def __init__(
@@ -197,7 +196,6 @@ class ForwardCall:
         calls: tuple[LoopCall, ...] = (),
         *,
         of_parts: bool = False,
-        of_labels: bool = False,
     ) -> None:
         self.calls = calls
         self._config = getattr(unwrapped(model), "config", None)
@@ -207,7 +205,10 @@ class ForwardCall:
         needed = {name for call in calls for name in call.needs}
         # A part may be told of it.
         needed |= {"return_dict"} if of_parts else set()
-        self._ignored = frozenset((*(() if of_labels else TARGETS), *_HARMLESS)) - needed
+        self._ignored = frozenset((*TARGETS, *_HARMLESS)) - needed
+        # A decoder's inputs are made of labels: parts are known to do without these alone.
+        harmless = {target for call in calls for target in call.targets.values()}
+        self._unproven = frozenset({*TARGETS} - harmless if of_parts else ())
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
         """Return what a forward was given of a batch; None where that is no call of a loop."""
@@ -241,7 +242,9 @@ class ForwardCall:
         due = self.calls[0].constants  # They are the same in all columns.
         constants = set(due)
         for name, value in self._given(args, kwargs):
-            if name in self._ignored:
+            if name in self._ignored and not (
+                name in self._unproven and isinstance(value, Tensor)
+            ):
                 continue
             if not isinstance(value, BatchEntry):
                 if name in constants and value == due[name]:

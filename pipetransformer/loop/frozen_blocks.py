@@ -7,7 +7,7 @@ from typing import final
 from torch import nn
 
 import freeze as freezing
-from freeze.in_place import freeze_modules, freeze_parameters, thawed_by
+from freeze.in_place import freeze_parameters, thawed_by
 from pipetransformer.loop.loop_model import LoopModel
 
 
@@ -30,17 +30,12 @@ class FrozenBlocks:
             )
 
     def freeze(self, num_frozen: int) -> None:
-        """Have so many blocks frozen, and the others train; or the parts, and nothing else."""
-        if self._known.partial.row.packing is not None:
-            freeze_modules(self._model, self._known.blocks)
-            return
+        """Have so many blocks frozen, and the others train."""
         freezing.apply(self._model, num_frozen, layers=self._known.blocks)
         freeze_parameters(self._model, self._read_below(num_frozen))
 
     def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
         """Return by name the weights that freezing so many would thaw."""
-        if self._known.partial.row.packing is not None:
-            return {}
         staying = self._read_below(num_frozen)
         thawed = thawed_by(self._model, num_frozen, layers=self._known.blocks)
         return {name: p for name, p in thawed.items() if p not in staying}

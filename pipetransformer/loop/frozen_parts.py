@@ -4,7 +4,8 @@
     0                encoder
     2                encoder, decoder.block.1
 
-A block's row is what it returned, whatever that is. All that lies below it is frozen with it.
+So it goes without other parts, too, where blocks hand on several tensors. A block's row is what it
+returned, whatever that is. All that lies below it is frozen with it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from freeze import apply, find_layers
-from freeze.in_place import freeze_modules, freeze_parameters, thawed_by, tied_above
+from freeze import apply
+from freeze.in_place import (
+    freeze_modules,
+    freeze_parameters,
+    frozen_in_place,
+    thawed_by,
+    tied_above,
+)
+from pipetransformer.model import block_lists
+
+UNTIED_LATE = (
+    "tied_weights='untie' gives the head a copy of the embedding, but the loop's optimizer was "
+    "built before, and would never train it. Untie the model before you build the optimizer: "
+    "head = model.get_output_embeddings(); "
+    "head.weight = torch.nn.Parameter(head.weight.detach().clone()); "
+    "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
+)
 
 
 @final
@@ -26,33 +42,28 @@ class FrozenParts:
 
     Args:
         named: the user's parts, by name.
-        freezes_tied: whether a weight that frozen and training layers share freezes, too.
+        tied_weights: what becomes of a weight that frozen and training layers share; see
+            `TrainConfig`.
     Attributes:
         weights: of the named parts.
     """
 
     def __init__(
-        self, model: nn.Module, named: Mapping[str, nn.Module], *, freezes_tied: bool
+        self, model: nn.Module, named: Mapping[str, nn.Module], *, tied_weights: str
     ) -> None:
-        self._model, self._named, self._freezes_tied = model, dict(named), freezes_tied
+        self._model, self._named, self._tied_weights = model, dict(named), tied_weights
         self._blocks = list[nn.Module]()
         self.weights = {p for part in named.values() for p in part.parameters()}
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Return the model's blocks outside of its parts, bottom first.
+        """Return the lowest list of blocks outside of the parts, bottom first.
 
         Raises:
-            ValueError: it has no list of them, or several.
+            ValueError: there is none, or the user has frozen it.
         """
         if not self._blocks:
-            try:
-                self._blocks = find_layers(self._model, without=self._named.values())
-            except ValueError as error:
-                what = str(error).partition("; give layers=")[0]
-                raise ValueError(
-                    f"{what}. If a list of blocks is frozen, name it in parts=, too"
-                ) from error
+            self._blocks = _lowest_blocks(self._model, self._named)
         return self._blocks
 
     def at(self, num_frozen: int) -> dict[str, nn.Module]:
@@ -81,7 +92,9 @@ class FrozenParts:
         freeze_modules(self._model, self._named.values())
         if num_frozen:
             tied = tied_above(self._model, num_frozen, layers=self.blocks)
-            kept = set() if self._freezes_tied else tied
+            if tied and self._tied_weights == "untie":
+                raise ValueError(UNTIED_LATE)
+            kept = set() if self._tied_weights == "freeze" else tied
             # Such as a norm below the blocks that is registered behind them.
             learned = _learned_by(self.blocks[num_frozen - 1], run) - kept
             freeze_parameters(self._model, learned)
@@ -90,6 +103,20 @@ class FrozenParts:
         """Return by name the weights that `freeze` would thaw."""
         thawed = thawed_by(self._model, num_frozen, layers=self.blocks)
         return {name: p for name, p in thawed.items() if p not in self.weights}
+
+
+def _lowest_blocks(model: nn.Module, parts: Mapping[str, nn.Module]) -> list[nn.Module]:
+    lists = block_lists(model, without=parts.values())
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of blocks outside of its parts")
+    name, blocks = lists[0]
+    ours = {*frozen_in_place(model).values()}
+    if not any(p.requires_grad or p in ours for block in blocks for p in block.parameters()):
+        raise ValueError(
+            f"{name!r}, the lowest list of blocks, is frozen already: name the module around it "
+            "in parts=, and freeze= counts the blocks above"
+        )
+    return list(blocks)
 
 
 def _learned_by(block: nn.Module, run: Callable[[], Any]) -> set[nn.Parameter]:

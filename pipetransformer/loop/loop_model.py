@@ -13,25 +13,28 @@ from torch.utils.data import DataLoader, default_collate
 
 from autocache import HIDDEN
 from autopipe.loss import Loss
-from freeze.in_place import freeze_modules, list_before
+from freeze.in_place import list_before
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed import Samples, TargetSource, own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
 from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.data_watch import DataWatch
 from pipetransformer.loop.forward_call import LoopCall
+from pipetransformer.loop.frozen_parts import UNTIED_LATE
 from pipetransformer.loop.model_watch import left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.loop.pieces import Pieces, in_pieces
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.settings import LoopSettings
 from pipetransformer.model import (
+    DTYPES,
     ForwardFailedError,
     LayeredModel,
     LoopUse,
     PartTrial,
     Task,
     adamw,
+    computing_in,
     forward_parameters,
     names_of,
     present,
@@ -41,14 +44,6 @@ from pipetransformer.model import (
 )
 
 _LOGGER = logging.getLogger(__name__)
-
-_UNTIED_LATE = (
-    "tied_weights='untie' gives the head a copy of the embedding, but the loop's optimizer was "
-    "built before, and would never train it. Untie the model before you build the optimizer: "
-    "head = model.get_output_embeddings(); "
-    "head.weight = torch.nn.Parameter(head.weight.detach().clone()); "
-    "model.config.tie_word_embeddings = False. Then leave tied_weights= out"
-)
 
 _MOST_COMPARED = 8
 """Samples whose shapes are compared, where parts are frozen."""
@@ -124,11 +119,9 @@ class LoopModel:
                 # A corrected label is seen in its sample alone, so each sample is read.
                 config = replace(config, cache_check="all")
         if any(id(parameter) not in had for parameter in model.parameters()):
-            raise ValueError(_UNTIED_LATE)
+            raise ValueError(UNTIED_LATE)
         if not settings.parts:
             _refuse_lists_before(model, layered)
-        if row_of(layered).encoders and calls[0].targets:
-            raise ForwardFailedError("a decoder's inputs may be made of labels")
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
         self.partial = PartialForward(self.task, self.example, call, self.bundles)
@@ -137,8 +130,6 @@ class LoopModel:
             for name in call.parameters.values()
             if name not in layered.inputs
         }
-        if row_of(layered).carried:
-            self._learn_states(config)
         self.blocks: Sequence[nn.Module] = row_of(layered).blocks
 
     def _presented(
@@ -165,14 +156,14 @@ class LoopModel:
 
         def run(given: Mapping[str, Tensor], how: LoopCall = call) -> Any:
             args, kwargs = how.arguments(self.bundles.opened(given))
-            return model(*args, **kwargs)
+            with computing_in(DTYPES[config.precision], device):
+                return model(*args, **kwargs)
 
         def run_labelled(given: Mapping[str, Tensor]) -> Any:
             targets = {name: self.example[name].to(device) for name in labels.values()}
             return run({**given, **targets}, _given_too(call, labels))
 
         labels = _labels_of(model, call)
-        freeze_modules(model, settings.parts.values())
         singly = [self.samples.probe([index]) for index in self.samples.spread(_MOST_COMPARED)]
         shown = present_parts(
             model,
@@ -190,12 +181,6 @@ class LoopModel:
         if packing is not None and not packing.is_single:
             _refuse_rounding(config)
         return shown
-
-    def _learn_states(self, config: TrainConfig) -> None:
-        """Find out what rows hold of what blocks hand on."""
-        _refuse_rounding(config)
-        with left_alone(self.task.model.model, next(self.task.model.model.parameters()).device):
-            self.partial.learn_states({n: self.example[n] for n in self.task.model.inputs})
 
     def _set_apart(
         self,
@@ -301,21 +286,14 @@ def _refuse_rounding(config: TrainConfig) -> None:
 
 
 def _refuse_lists_before(model: nn.Module, layered: LayeredModel) -> None:
-    row = row_of(layered)
-    before = list_before(model, row.blocks)
-    lists = [] if before is None else [model.get_submodule(before)]
-    lists += [m for one in row.encoders.values() for m in one.modules() if _is_list(m)]
-    if any(p.requires_grad for one in lists for p in one.parameters()):
+    before = list_before(model, row_of(layered).blocks)
+    if before and any(p.requires_grad for p in model.get_submodule(before).parameters()):
         raise ValueError(
-            f"{before or [*row.encoders][0]!r}, a list of equal blocks, lies before the row of "
-            "blocks that can be cached, and would freeze as a whole with block 0. To freeze so on "
-            "purpose, freeze it before you attach the model: requires_grad_(False)"
+            f"{before!r}, a list of equal blocks, lies before the row of blocks that can be "
+            "cached, and would freeze as a whole with block 0. To freeze so on purpose, name the "
+            "module around it in parts="
         )
-    _LOGGER.info("blocks freeze in the order of %r", row.name)
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+    _LOGGER.info("blocks freeze in the order of %r", row_of(layered).name)
 
 
 def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopipe.random_state import random_state
 from pipetransformer.checks import differ
@@ -26,7 +24,6 @@ from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.model import (
-    Packing,
     Row,
     Task,
     UnlikeAnswerError,
@@ -59,7 +56,6 @@ class PartialForward:
         call: how the loop gives entries.
         beside: entries, (1, ...) each, that the forward is given, too, and parts do without.
         draws: whether a part has drawn random numbers.
-        packing: of the rows that were returned last, where they hold several tensors.
 
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
@@ -80,25 +76,7 @@ class PartialForward:
         takes = forward_parameters(self._model)
         self.call, self.beside, self._bundles = call, dict[str, Tensor](), bundles
         self._keywords = {"use_cache": False} if "use_cache" in takes else {}
-        self.draws, self.packing = False, self.row.packing
-        self._encoded: dict[str, Any] = {}
-
-    def learn_states(self, entries: Mapping[str, Tensor]) -> None:
-        """Find out what rows of each depth hold, where that is several tensors.
-
-        Raises:
-            UnlikeAnswerError: what an encoder returns, or a block hands on, is not of samples.
-        """
-        depths = len(self.row.blocks)
-        with torch.no_grad():
-            answers = self._run(entries, first=0, last=depths, hidden=None, training=False)
-        num, names = len(next(iter(entries.values()))), self.row.name
-        encoded = {name: tree_flatten(one) for name, one in self._encoded.items()}
-        packings = (
-            Packing.of({**encoded, names: tree_flatten(self.row.state(one, num))}, num)
-            for one in answers
-        )
-        self._task.model.row = self.row = replace(self.row, packings=tuple(packings))
+        self.draws = False
 
     @property
     def runs_together(self) -> bool:
@@ -146,7 +124,7 @@ class PartialForward:
         if not self.runs_together:
             return self._one_by_one(entries, num, last=last, training=training)
         answers = self._run(entries, first=first, last=last, hidden=hidden, training=training)
-        return self._reached(answers, last, num), [*self._encoded.values(), *answers]
+        return self._reached(answers, last, num), answers
 
     def _run(
         self,
@@ -158,7 +136,6 @@ class PartialForward:
         training: bool,
     ) -> list[Any]:
         answers: list[Any] = []
-        self._encoded = {}
         num = len(next(iter(entries.values())) if hidden is None else hidden)
         device = next(self._model.parameters()).device
         given = {name: self._given(name, entries, num, device) for name in self._example}
@@ -246,10 +223,6 @@ class PartialForward:
     def _reached(self, answers: list[Any], last: int, num: int) -> Tensor:
         if self.row.packing is not None:
             return self.row.packing.packed(answers, num)
-        if self.row.carried:
-            self.packing = self.row.packings[last - 1]
-            encoded = [self._encoded[name] for name in self.row.encoders]
-            return self.packing.packed([*encoded, self.row.state(answers[-1], num)], num)
         return self._samples_first(self.row.calls[last - 1].hidden_out(answers[-1]))
 
     def _given(
@@ -278,29 +251,12 @@ class PartialForward:
             else:
                 step = self._running(index, block.forward, answers, is_last=index == last - 1)
             steps.append(torch.compiler.disable(step))
-        encoders = list[nn.Module]()
-        for index, (name, encoder) in enumerate(self.row.encoders.items()):
-            encoders.append(encoder)
-            given = None if hidden is None else partial(self._encoded_in, index, first, hidden)
-            step = partial(self._encode, name, given or encoder.forward)
-            steps.append(torch.compiler.disable(step))
-        return replaced((*frozen, *encoders), steps)
-
-    def _encode(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if name in self._encoded:
-            raise RuntimeError(f"{name!r} runs twice in a forward, but ran once before")
-        self._encoded[name] = run(*args, **kwargs)
-        return self._encoded[name]
-
-    def _encoded_in(self, index: int, depth: int, rows: Tensor, *_: Any, **__: Any) -> Any:
-        return self.row.packings[depth - 1].unpacked(index, rows)
+        return replaced(frozen, steps)
 
     def _handing_on(self, index: int, rows: Tensor | None) -> Callable[..., Any]:
         call = self.row.calls[index]
 
         def hand_on(*args: Any, **kwargs: Any) -> Any:
-            if rows is not None and self.row.carried:
-                return self.row.handed_on(index + 1, rows)
             return call.answered(call.hidden_in((args, kwargs)) if rows is None else rows)
 
         return hand_on

@@ -74,7 +74,7 @@ class RowProbe:
 
     def _look(self, depth: int) -> None:
         row = self.partial.row
-        for part in row.blocks if self._is_packed else row.encoders.values():
+        for part in row.blocks if self._is_packed else ():
             if name := InnerHooks(part).missed_at():
                 raise _Finding(f"a hook on {name!r} within waits for calls that would not come")
         self.partial.draws = False
@@ -97,7 +97,7 @@ class RowProbe:
         return differ(one, other, self.task.computes_in)
 
     def _rows_differ(self, one: Tensor, other: Tensor) -> bool:
-        packing = self.partial.packing
+        packing = self.partial.row.packing
         if packing is None or one.shape != other.shape:
             return self._differ(one, other)
         mine, others = map(packing.tensors, (one, other))
@@ -123,13 +123,13 @@ class RowProbe:
     ) -> bool:
         """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
         row, entrance = self.partial.row, self.partial.row.entrance
-        blocks = [*row.frozen(depth), *row.encoders.values()]
+        blocks = [*row.frozen(depth)]
         read = set[int]()
         with torch.enable_grad(), Reads(read.add) if self._is_packed else nullcontext():
             trained, answers = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
         # A packed row has no graph, and another chain hands on nothing but its hidden state.
-        for one in [trained] if self.partial.packing is None else tensors_in(answers):
+        for one in [trained] if not self._is_packed else tensors_in(answers):
             if learned := _learned(one, len(hidden)):
                 raise _Finding(f"{learned} takes part in what they return, and goes on learning")
         self._look_at_learned(read, entries, trained.detach(), depth)

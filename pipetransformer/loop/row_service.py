@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from autocache import CacheStats
 from autodp import broadcast_json
+from freeze.in_place import freeze_modules
 from pipetransformer.feed import SampleFeed, check_dataset, own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
@@ -35,7 +36,7 @@ from pipetransformer.loop.row_batches import LoopPlace, RowBatches
 from pipetransformer.loop.row_probe import RowProbe
 from pipetransformer.loop.settings import LoopSettings
 from pipetransformer.loop.short_forward import ShortForward
-from pipetransformer.model import Task, names_of
+from pipetransformer.model import NoRowError, Task, names_of
 from pipetransformer.processes import World, connect
 
 _LOGGER = logging.getLogger(__name__)
@@ -73,10 +74,9 @@ class RowService:
         self._settings = LoopSettings.of(settings, keeps_to_labels=keeps_to_labels)
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
+        # What is shown of the model is of parts where so many blocks are frozen.
         self._parts: FrozenParts | None = None
-        if named := self._settings.parts:
-            is_frozen = settings.get("tied_weights") == "freeze"
-            self._parts = FrozenParts(model, named, freezes_tied=is_frozen)
+        self._shown_for = 0
         self._has_told = False
         self._begun = WeakSet[DataLoader[Any]]()  # Loaders that have begun an epoch.
         self._account: RowAccount | None = None
@@ -89,9 +89,25 @@ class RowService:
         with generators_kept(base.collate_fn, base.dataset):
             with own_random_numbers(self.device):
                 self._whole_form = BatchForm.of(base, has_bundles=bool(self._settings.parts))
-            self._take_up((call or _expected_call(model, self._whole_form),))
+            self._begin((call or _expected_call(model, self._whole_form),))
         # Until it is said what that changes.
         self._place.tells_rounding = self.task.config.cache_dtype is not None
+
+    def _begin(self, calls: tuple[LoopCall, ...]) -> None:
+        tied = str(self._settings.cache.get("tied_weights", "train"))
+        if named := self._settings.parts:
+            self._parts = FrozenParts(self._model, named, tied_weights=tied)
+            freeze_modules(self._model, named.values())
+        try:
+            self._take_up(calls)
+        except NoRowError as error:
+            # Blocks hand several tensors on: the last frozen one is a part.
+            self._parts = FrozenParts(self._model, {}, tied_weights=tied)
+            try:
+                self._settings = replace(self._settings, parts=self._parts.at(1))
+                self._take_up(calls)
+            except ValueError as other:
+                raise ValueError(f"{error}. Nor by what a block returns: {other}") from error
 
     def _take_up(self, calls: tuple[LoopCall, ...]) -> None:
         """Look at the model as it is called, and make all that serves it."""
@@ -255,7 +271,9 @@ class RowService:
             raise ValueError(
                 f"freeze asks for {num_frozen} blocks, but the model has {model.num_layers}"
             )
-        self._freeze(num_frozen)
+        self._notice_changes(num_frozen)
+        if self._freezes:
+            self._blocks.freeze(num_frozen)
         self._num_frozen, depth = num_frozen, self.task.prefix_depth(num_frozen)
         if depth < num_frozen and not self._has_told:
             self._has_told = True
@@ -274,27 +292,28 @@ class RowService:
             with own_random_numbers(self.device):
                 parts.freeze(num_frozen, self._known.run_example)
         self._num_frozen = num_frozen
-        self._have_rows_of(named)
-        if num_frozen and not self.depth:
-            self._have_rows_of(parts.at(0))  # Those of the block cannot be had, or do not pay.
+        self._have_rows_of(named, num_frozen)
+        if num_frozen and not self.depth and parts.at(0):
+            # Those of the block cannot be had, or do not pay.
+            self._have_rows_of(parts.at(0), 0)
 
-    def _have_rows_of(self, parts: Mapping[str, nn.Module]) -> None:
-        if parts != self._settings.parts:
-            self._settings, self._account = replace(self._settings, parts=parts), None
+    def _have_rows_of(self, named: Mapping[str, nn.Module], num_frozen: int) -> None:
+        if num_frozen != self._shown_for:
+            self._shown_for, self._account = num_frozen, None
+            # Where nothing is frozen any part shows the model.
+            self._settings = replace(self._settings, parts=named or self._settings.parts)
             is_confirmed = self.forward.is_confirmed
             self._take_up_anew(self._known.calls)
             self.forward.is_confirmed = is_confirmed
         else:
-            self._freeze(1)
-        self._have_rows(1)
+            self._notice_changes(1)
+        self._have_rows(1 if named else 0)
 
-    def _freeze(self, num_layers: int) -> None:
-        """Freeze layers of the model as it was looked at; parts are one."""
+    def _notice_changes(self, num_layers: int) -> None:
+        """Take note of what changed in layers of the model as it was looked at."""
         self._blocks.refuse_replaced(num_layers)
         self._batches.notice_changes()  # Another depth is watched anew.
         self.forward.give_back()
-        if self._freezes:
-            self._blocks.freeze(num_layers)
 
     def _have_rows(self, depth: int) -> None:
         if self._settings.caches is False or self.sees_first or not self._may_have_rows(depth):
@@ -312,7 +331,9 @@ class RowService:
 
     def _pays(self) -> bool:
         """Return whether rows of parts save enough of a step; rows of blocks always do."""
-        if not self._settings.parts or self._account is not None or not self._freezes:
+        if self._parts is None or not self._parts.at(0):
+            return True
+        if self._account is not None or not self._freezes:
             return True
         is_told = bool(self._settings.caches) or self.task.config.cache_keep
         if is_told and not _LOGGER.isEnabledFor(logging.INFO):

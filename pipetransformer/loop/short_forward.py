@@ -90,15 +90,14 @@ class ShortForward:
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
         row = self._row
-        self._names = (*row.encoders,) if row.packing is None else row.packing.names
-        self._parts = (*row.encoders.values(),) if row.packing is None else row.blocks
+        self._names = () if row.packing is None else row.packing.names
+        parts = () if row.packing is None else row.blocks
         self._part_calls: Sequence[PartCall] = row.calls if row.packing is not None else ()
-        self._inner = [InnerHooks(part) for part in self._parts]
+        self._inner = [InnerHooks(part) for part in parts]
         self._call = ForwardCall(
             self._task.model.model,
             calls,
             of_parts=bool(self._names),
-            of_labels=bool(row.encoders),
         )
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
@@ -131,12 +130,6 @@ class ShortForward:
         serving = [partial(self._forward, i) for i in range(len(blocks))]
         if self._row.packing is not None:
             serving = [partial(self._part, i) for i in range(len(blocks))]
-        elif depth and self._row.carried:
-            packing, encoders = self._row.packings[depth - 1], self._row.encoders
-            computes_in = self._task.computes_in
-            self._part_calls = [PartCall(packing, i, computes_in) for i in range(len(encoders))]
-            blocks += encoders.values()
-            serving += [partial(self._part, i) for i in range(len(encoders))]
         if any(isinstance(vars(block).get("forward"), _Forward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
@@ -353,10 +346,6 @@ class ShortForward:
         if index < self.depth - 1:
             return call.answered(hidden)
         self._refuse_other_autocast(hidden.device.type, self._task.computes_in)
-        if self._row.carried:
-            return self._row.handed_on(
-                self.depth, rows.to(hidden.device), needs_gradients=hidden.requires_grad
-            )
         rows = rows.transpose(0, 1) if self._row.samples_at else rows
         rows = rows.to(hidden.device)
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.

@@ -49,11 +49,13 @@ from pipetransformer.model.peft_models import (
     modules_with_adapters,
     unwrapped,
 )
-from pipetransformer.model.precision import DTYPES, LossScale
+from pipetransformer.model.precision import DTYPES, LossScale, computing_in
 from pipetransformer.model.recording import (
     ForwardFailedError,
+    NoRowError,
     Reads,
     Row,
+    block_lists,
     modules_of,
     whole_in_mode,
 )
@@ -78,11 +80,12 @@ from pipetransformer.model.transformer import qualified_name
 
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
-    "LoopUse", "LossScale", "NamedParameters", "OptimizerFactory", "OptimizerTraits",
+    "LoopUse", "LossScale", "NamedParameters", "NoRowError", "OptimizerFactory", "OptimizerTraits",
     "Packing", "PartCall", "PartTrial", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
     "adapter_names", "adapters_in_use",
-    "build_optimizer", "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
+    "block_lists", "build_optimizer", "computing_in",
+    "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
     "modules_of", "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors",
     "names_of", "output_of", "owned_parameters", "parts_forward_of", "present", "present_parts",

@@ -42,7 +42,6 @@ from pipetransformer.model.recording import (
     watched,
     whole_in_mode,
 )
-from pipetransformer.model.state_rows import read_above, state_sublayers
 from pipetransformer.model.transformer import (
     qualified_name,
     refuse_lost_checkpointing,
@@ -162,52 +161,30 @@ def present(
         None if loss_fn is not None else own_loss_of(model, shown.labels, shown.recording.answer)
     )
     is_known = loss is not None or (loop is not None and _reads_no_padding(shown, loop))
-    if loop is not None and shown.recording.rows[0].carried:
-        return _with_states(shown, loop)
     own, mask, answer = _in_parts(shown, loop)
     # A span's start is one of all positions, and of another's loss it is not known what it reads:
     # either may count hidden states of padding.
     is_by_token = mask is not None and answer[:2] == shown.inputs["input_ids"].shape
     is_by_token &= len(answer) > 2
     mask = mask if len(shown.targets) == 1 and (is_known or not is_by_token) else None
-    layered = _layered(
-        shown,
-        own.row,
-        _sublayers(model, own),
-        targets=shown.targets if loop is None else loop.beside,
-        loss_fn=loss,
-        padding_mask=mask,
-    )
-    layered.reads_by_labels = mask is not None and is_by_token
-    return layered
-
-
-def _layered(shown: _Shown, row: Row, sublayers: list[Sublayer], **settings: Any) -> LayeredModel:
-    model = shown.model
-    refuse_lost_checkpointing(model, row.blocks)
-    refuse_replaced(*(m for m in model.modules() if _holds_block(m, row)))
+    refuse_lost_checkpointing(model, own.row.blocks)
+    refuse_replaced(*(m for m in model.modules() if _holds_block(m, own.row)))
+    sublayers = _sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
     layered = LayeredModel(
         model,
         sublayers,
         inputs=tuple(shown.inputs),
+        targets=shown.targets if loop is None else loop.beside,
+        loss_fn=loss,
         unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
-        biases=sorted(row.learned),
+        padding_mask=mask,
+        biases=sorted(own.row.learned),
         is_recorded=True,
-        **settings,
     )
-    layered.row = row
+    layered.row = own.row
+    layered.reads_by_labels = mask is not None and is_by_token
     return layered
-
-
-def _with_states(shown: _Shown, loop: LoopUse) -> LayeredModel:
-    """Return a loop's model whose blocks hand several tensors on."""
-    model, row = shown.model, shown.recording.rows[0]
-    called = row.called_below | row.called_above
-    parts = BesideBlocks(model, row)
-    sides = read_above(model, row, shown.inputs, lambda given: model(**given, **shown.keywords))
-    sublayers = state_sublayers(row, sides, lambda names: parts.of(names, called))
-    return _layered(shown, row, sublayers, targets=loop.beside)
 
 
 def _run_once(
@@ -224,15 +201,15 @@ def _run_once(
     labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
     # Not in a loop: a model that makes its inputs of labels must be found to fail without.
     known = {**inputs, **(labels if loss_fn is None else {})}
-    recording = _recorded(model, known, keywords, carries=loop is not None)
+    recording = _recorded(model, known, keywords)
     if takes_cache:
         _refuse_cache(model, {**known, **use.constants}, recording.answer)
     return _Shown(model, inputs, labels, targets, keywords, recording)
 
 
 _IN_LOOPS = (
-    "In a loop of your own, `attach` takes blocks that hand several tensors on, and a decoder's "
-    "above a frozen encoder. "
+    "In a loop of your own, `attach` takes blocks that hand several tensors on, and, beside "
+    "parts=, a decoder's. "
 )
 
 WAYS_OUT = (
@@ -241,17 +218,15 @@ WAYS_OUT = (
 )
 
 
-def _recorded(
-    model: nn.Module, given: Entries, keywords: Mapping[str, Any], *, carries: bool
-) -> Recording:
+def _recorded(model: nn.Module, given: Entries, keywords: Mapping[str, Any]) -> Recording:
     """Record a forward; errors say which model fails, and what to do."""
     name, num_samples = type(model).__name__, len(next(iter(given.values())))
     try:
-        return record(model, lambda: model(**given, **keywords), num_samples, carries=carries)
+        return record(model, lambda: model(**given, **keywords), num_samples)
     except NoRowError as error:
-        raise ValueError(
+        raise NoRowError(
             f"this {name} has no row of blocks at which it could be cut and frozen: {error}. "
-            f"{'' if carries else _IN_LOOPS}{WAYS_OUT}"
+            f"{_IN_LOOPS}{WAYS_OUT}"
         ) from error
     except Exception as error:
         raise ForwardFailedError(
@@ -295,7 +270,7 @@ def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | No
         # A loop may read any output, known or not.
         read, is_known = _reading(answer, output_of if loop is None else None)
         expected = read(answer)
-        for row in [one for one in shown.recording.rows if not one.carried]:
+        for row in shown.recording.rows:
             own = make(row, example={})
             try:
                 found = run_through(own, given, read)
@@ -310,7 +285,7 @@ def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | No
                 mask = padding_mask(own, given, shown.config) if is_known else None
                 return make(row, example=blind), mask, expected.shape
             why = why or f"cut at {row.name!r} it gives another answer, by {gap:.3g}"
-    raise ValueError(f"this {type(model).__name__} cannot be run in parts: {why}. {WAYS_OUT}")
+    raise NoRowError(f"this {type(model).__name__} cannot be run in parts: {why}. {WAYS_OUT}")
 
 
 _ROUNDING = 1e-3

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 from autopipe.random_state import random_state
+from freeze.in_place import keeps_in_eval
 from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padded
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.own_forward import Entries
@@ -217,10 +218,15 @@ def _served_by(model: nn.Module, record: PartRecord) -> dict[str, nn.Module]:
         is_apart = name and module not in inside and name not in paths
         if is_apart and module in record.below and module not in covered:
             covered.update(module.modules())
-            hooked = any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+            hooked = any(map(_is_hooked, module.modules()))
             if not hooked and not any(p.requires_grad for p in module.parameters()):
                 found[name] = module
     return found
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    before = module._forward_pre_hooks.values()
+    return bool(module._forward_hooks) or not all(map(keeps_in_eval, before))
 
 
 def _packed(record: PartRecord, trial: PartTrial) -> tuple[Packing, Tensor]:

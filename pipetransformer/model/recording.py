@@ -13,8 +13,7 @@ has returned. Nothing is guessed from names: a model is read by running it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -77,11 +76,10 @@ class BlockCall:
             return args, {**kwargs, self.takes: hidden}
         return (*args[: self.takes], hidden, *args[self.takes + 1 :]), kwargs
 
-    def answered(self, hidden: Tensor, beside: Mapping[int, Tensor] | None = None) -> Any:
-        """Return what a block that does nothing would answer; `beside` are other leaves."""
+    def answered(self, hidden: Tensor) -> Any:
+        """Return what a block that does nothing would answer."""
         leaves = list(self.leaves)
-        for place, one in {**(beside or {}), self.returns: hidden}.items():
-            leaves[place] = one
+        leaves[self.returns] = hidden
         return tree_unflatten(leaves, self.answer)
 
     def hidden_out(self, answer: Any) -> Tensor:
@@ -104,11 +102,7 @@ class Row:
         samples_at: the hidden state's dimension of samples: 0, or 1 as in XLNet.
         entrance: the module outside of blocks that returns what the first one is given, if any.
         packing: of parts that are no chain, which freeze together; see `parts`.
-        carried: leaves of each block's answer that the blocks above take, the hidden state first;
-            none where that is all. The Trainer hands on one tensor, a loop's rows hold them all.
-        encoders: modules below, by name, whose answers the blocks take, too.
         idle: modules that serve the parts alone, with what they answer.
-        packings: of what rows of each depth hold then: encoders' answers, and what is carried.
     """
 
     name: str
@@ -123,26 +117,6 @@ class Row:
     entrance: nn.Module | None
     packing: Packing | None = None
     idle: tuple[tuple[nn.Module, PartAnswer], ...] = ()
-    carried: tuple[int, ...] = ()
-    encoders: Mapping[str, nn.Module] = field(default_factory=dict)
-    packings: tuple[Packing, ...] = ()
-
-    def state(self, answer: Any, num_samples: int) -> tuple[Tensor, ...]:
-        """Return what goes on from a block, (N, ...) each."""
-        leaves = tree_leaves(answer)
-        # A position bias is one for all samples where there is no mask.
-        return tuple(
-            one.expand(num_samples, *one.shape[1:]) if one.shape[:1] == (1,) else one
-            for one in (leaves[place] for place in self.carried)
-        )
-
-    def handed_on(self, depth: int, rows: Tensor, *, needs_gradients: bool = False) -> Any:
-        """Return what the last of so many blocks answers, from its rows."""
-        hidden, *others = self.packings[depth - 1].unpacked(len(self.encoders), rows)
-        if needs_gradients:  # As reentrant checkpointing above needs it, or nothing learns.
-            hidden = hidden.detach().requires_grad_()
-        beside = dict(zip(self.carried[1:], others, strict=True))
-        return self.calls[depth - 1].answered(hidden, beside)
 
     def frozen(self, depth: int) -> tuple[nn.Module, ...]:
         """Return what is frozen where rows are of this depth; parts all are."""
@@ -157,15 +131,13 @@ class Recording:
     answer: Any
 
 
-def record(
-    model: nn.Module, run: Callable[[], Any], num_samples: int, *, carries: bool = False
-) -> Recording:
+def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Recording:
     """Find what may be a model's row of blocks, by one forward; by two where blocks repeat.
+
+    Blocks that the user has frozen are taken last.
 
     Args:
         run: calls the model's forward on a few samples, and returns its answer.
-        carries: whether several tensors may go from block to block, and from encoders. Then
-            blocks that the user has frozen are taken last.
     Raises:
         NoRowError: no list of modules is such a row; the message says of each why not.
     """
@@ -176,7 +148,8 @@ def record(
     trained = {p for p in model.parameters() if p.requires_grad}
     trained.update(frozen_in_place(model).values())
     with watched(model):
-        candidates = _candidates(model)
+        # Those with most parameters first.
+        candidates = sorted(block_lists(model), key=lambda one: -sum(map(_size, one[1])))
         while candidates and not rows:
             records = {name: _Record(model, blocks) for name, blocks in candidates}
             with ExitStack() as stack:
@@ -186,7 +159,7 @@ def record(
             loops = []
             for name, one in records.items():
                 try:
-                    rows.append(one.row(name, num_samples, carries=carries))
+                    rows.append(one.row(name, num_samples))
                 except NoRowError as error:
                     reasons.append(f"{name}: {error}")
                     if one.repeats:
@@ -196,29 +169,34 @@ def record(
     if not rows:
         raise NoRowError("; ".join(reasons[:3]) or "it holds no list of two blocks or more")
     # What is learned below is computed anew for each block: a decoder's encoder, say.
-    rows.sort(key=lambda row: (bool(row.encoders), bool(row.carried), len(row.learned)))
-    if carries:
-        rows.sort(key=lambda row: not any(trained & {*b.parameters()} for b in row.blocks))
+    rows.sort(key=lambda row: len(row.learned))
+    rows.sort(key=lambda row: not any(trained & {*b.parameters()} for b in row.blocks))
     return Recording(rows, tree_map_only(Tensor, Tensor.detach, answer))
 
 
-def _candidates(model: nn.Module) -> list[tuple[str, tuple[nn.Module, ...]]]:
-    """Return the lists of modules that may be the row, those with most parameters first.
+def block_lists(
+    model: nn.Module, *, without: Iterable[nn.Module] = ()
+) -> list[tuple[str, tuple[nn.Module, ...]]]:
+    """Return by name the lists of modules that may be the row, as they are registered.
 
     Short lists, such as the layers of a head, are none.
+
+    Args:
+        without: modules whose lists do not count, nor their weights.
     """
-    tables = sum(_size(part) for part in model.modules() if isinstance(part, nn.Embedding))
-    least = _LEAST_SHARE * (_size(model) - tables)
+    apart = {part for module in without for part in module.modules()}
+    tables = {part for part in model.modules() if isinstance(part, nn.Embedding)}
+    others = {p for part in apart | tables for p in part.parameters()}
+    least = _LEAST_SHARE * sum(p.numel() for p in model.parameters() if p not in others)
     lists = [
         (name, tuple(module))
         for name, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
-        if all(map(_size, module)) and _size(module) >= least
+        if module not in apart and all(map(_size, module)) and _size(module) >= least
     ]
     parts = {id(part) for _, blocks in lists for one in blocks for part in one.modules()}
     # A list within a block is no row of the model, but of that block.
-    outer = [(n, blocks) for n, blocks in lists if id(model.get_submodule(n)) not in parts]
-    return sorted(outer, key=lambda one: -sum(map(_size, one[1])))
+    return [(n, blocks) for n, blocks in lists if id(model.get_submodule(n)) not in parts]
 
 
 def _size(module: nn.Module) -> int:
@@ -310,7 +288,6 @@ class _Record:
         # For each stretch between two blocks' ends: what was read and called in it.
         self.read: list[set[str]] = [set()]
         self.called: list[set[nn.Module]] = [set()]
-        self.num_calls = Counter[nn.Module]()
         # By the tensors that modules return below the first block: the outermost returns last.
         self.returned_by: dict[int, nn.Module] = {}
 
@@ -344,7 +321,6 @@ class _Record:
     def _note_module(self, module: nn.Module, _args: object) -> None:
         if module in self.outside:
             self.called[-1].add(module)
-            self.num_calls[module] += 1
 
     def _note_answer(self, module: nn.Module, _args: object, answer: object) -> None:
         if module in self.outside and not self.calls and isinstance(answer, Tensor):
@@ -360,32 +336,25 @@ class _Record:
         """Return whether a module ran more than once."""
         return len({call.index for call in self.calls}) < len(self.calls)
 
-    def row(self, name: str, num_samples: int, *, carries: bool) -> Row:
+    def row(self, name: str, num_samples: int) -> Row:
         order = [call.index for call in self.calls]
         if order != list(range(len(self.blocks))):
             spelled = ", ".join(map(str, order[:8])) + (", ..." if len(order) > 8 else "")
             raise NoRowError(f"its modules run in the order {spelled or 'of none'}")
-        calls, carried = self._chain(carries=carries)
+        calls = self._chain()
         hidden = calls[0].hidden_in(self.calls[0].given)
         samples_at = next((d for d in range(2) if hidden.shape[d : d + 1] == (num_samples,)), None)
         if samples_at is None:
             raise NoRowError(
                 f"its hidden state has shape {tuple(hidden.shape)} for {num_samples} samples"
             )
-        learned = self._learned(calls, made_by_blocks=carried)
-        encoders = self._encoders(learned) if carries and len(learned) > _MOST_LEARNED else {}
-        own = {id(t) for part in encoders.values() for t in part.parameters()}
-        learned = frozenset(n for i, n in self.name_of.items() if n in learned and i not in own)
+        learned = self._learned(calls)
         if len(learned) > _MOST_LEARNED:
             raise NoRowError(
                 "its blocks take, beside the hidden state, what is computed from "
                 f"{len(learned)} parameters, such as {min(learned)!r}: that would be done anew "
                 "for every block"
             )
-        places = sorted({calls[0].returns, *carried} - {calls[0].returns})
-        is_carried = bool(places or encoders)
-        if is_carried and (samples_at or len({how.returns for how in calls}) > 1):
-            raise NoRowError("its blocks take several tensors, at other places or of other forms")
         return Row(
             name,
             tuple(self.blocks),
@@ -396,61 +365,29 @@ class _Record:
             frozenset().union(*self.called[:-1]),
             frozenset(self.called[-1]),
             samples_at,
-            None if is_carried else self.returned_by.get(id(hidden)),
-            carried=(calls[0].returns, *places) if is_carried else (),
-            encoders=encoders,
+            self.returned_by.get(id(hidden)),
         )
 
-    def _chain(self, *, carries: bool) -> tuple[tuple[BlockCall, ...], set[int]]:
-        """Check that each block takes what the one before it has returned.
-
-        Returns:
-            the calls, and which leaves of an answer blocks take beside the hidden state.
-        """
+    def _chain(self) -> tuple[BlockCall, ...]:
+        """Check that each block takes what the one before it has returned."""
         found: list[BlockCall] = []
         previous: Tensor | None = None
         made: set[int] = set()
-        carried, last = set[int](), list[Any]()
         for call in self.calls:
-            given = {id(x) for x in tree_leaves(call.given)} & (made - {id(previous)})
-            if given and not carries:
+            if {id(x) for x in tree_leaves(call.given)} & (made - {id(previous)}):
                 raise NoRowError(f"block {call.index} takes what a block before it made")
-            if given - {id(leaf) for leaf in last}:
-                raise NoRowError(
-                    f"block {call.index} takes what a block before it made, and what the one "
-                    "right before it does not return"
-                )
-            carried |= {place for place, leaf in enumerate(last) if id(leaf) in given}
             takes = _first_hidden(call) if previous is None else _place_of(call, previous)
             leaves, answer = tree_flatten(call.answer)
             returns = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), None)
             if returns is None:
                 raise NoRowError(f"block {call.index} returns no tensor")
-            previous, last = leaves[returns], leaves
+            previous = leaves[returns]
             made |= {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
             others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             found.append(BlockCall(takes, answer, returns, others))
-        for call in self.calls:
-            leaves = tree_leaves(call.answer)
-            if not all(p < len(leaves) and isinstance(leaves[p], Tensor) for p in carried):
-                raise NoRowError(f"block {call.index} does not return all that others take")
-        return tuple(found), carried
+        return tuple(found)
 
-    def _encoders(self, learned: frozenset[str]) -> dict[str, nn.Module]:
-        """Return the outermost modules that ran once, before the blocks, for what these take."""
-        found: dict[str, nn.Module] = {}
-        for name, module in self.model.named_modules():
-            names = {self.name_of.get(id(one)) for one in module.parameters()}
-            is_inner = any(name.startswith(f"{outer}.") for outer in found)
-            ran = module in self.called[0] and self.num_calls[module] == 1
-            if ran and not is_inner and self.blocks[0] not in {*module.modules()}:
-                if len(names & learned) > _MOST_LEARNED:
-                    found[name] = module
-        return found
-
-    def _learned(
-        self, calls: tuple[BlockCall, ...], *, made_by_blocks: set[int]
-    ) -> frozenset[str]:
+    def _learned(self, calls: tuple[BlockCall, ...]) -> frozenset[str]:
         """Name the parameters from which arguments of blocks are computed.
 
         Raises:
@@ -460,13 +397,10 @@ class _Record:
         below = {n: p for n, p in self.model.named_parameters() if n in names and p.requires_grad}
         inside = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
         learned: set[str] = set()
-        carried = {
-            id(tree_leaves(call.answer)[place]) for call in self.calls for place in made_by_blocks
-        }
         for call, how in zip(self.calls, calls, strict=True):
-            known = {id(how.hidden_in(call.given)), *carried}
+            hidden = how.hidden_in(call.given)
             for leaf in tree_leaves(call.given):
-                if isinstance(leaf, Tensor) and id(leaf) not in known and leaf.requires_grad:
+                if isinstance(leaf, Tensor) and leaf is not hidden and leaf.requires_grad:
                     if any(g is not None for g in _gradients(leaf, inside)):
                         raise NoRowError(f"block {call.index} takes what a block before it made")
                     by = zip(below, _gradients(leaf, list(below.values())), strict=True)

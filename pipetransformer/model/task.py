@@ -30,7 +30,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.model.compiled_blocks import CompiledBlocks, num_frames
 from pipetransformer.model.layered_model import LayeredModel
 from pipetransformer.model.optimizers import OptimizerFactory
-from pipetransformer.model.precision import DTYPES
+from pipetransformer.model.precision import DTYPES, computing_in
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,7 @@ class Task:
 
     def computing(self, device: torch.device) -> AbstractContextManager[None]:
         """Have several sublayers compute as the run does."""
-        if self.computes_in is None:
-            return nullcontext()
-        # Autocast's cache of cast weights would save nothing: a call mostly uses a weight once.
-        # Without it, the gradients of a weight that is used twice are added up in float32.
-        return torch.autocast(device.type, dtype=self.computes_in, cache_enabled=False)
+        return computing_in(self.computes_in, device)
 
     def compiled(self, indices: Iterable[int]) -> Callable[[], AbstractContextManager[None]]:
         """Return a context in which blocks among sublayers run compiled, if that is set.

@@ -262,16 +262,35 @@ def test_hits_are_told_after_each_epoch_of_a_training(tmp_path: Path) -> None:
     assert hits[0] == 0 < hits[2] < hits[3] == callback.stats.hits
 
 
-def test_a_model_that_cannot_be_cut_may_freeze_without_rows(tmp_path: Path) -> None:
-    training = Training(tmp_path, change=wrapped)
-    with pytest.raises(
-        ValueError, match="cannot be run in parts.* Or freeze without rows: cache="
-    ):
-        training.train(FreezeCallback(2, cache_folder=tmp_path))
-    training.train(FreezeCallback(2, cache=False))
-    blocks = training.model.get_submodule(training.blocks)
+def test_a_model_that_cannot_be_cut_has_rows_of_its_last_frozen_block(tmp_path: Path) -> None:
+    plain, ours = (Training(tmp_path / name, change=wrapped) for name in ("plain", "ours"))
+    plain.train(FreezeCallback(2, cache=False))
+    callback = FreezeCallback(2, cache_folder=tmp_path)
+    ours.train(callback)
+    assert_losses_and_weights(ours, plain)
+    assert callback.stats.hits > 0
+    blocks = ours.model.get_submodule(ours.blocks)
     trains = [any(p.requires_grad for p in block.parameters()) for block in blocks.children()]
     assert trains == [False, False, True]
+
+
+class Headed(nn.Module):
+    """A head, and no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+
+
+def test_a_model_without_blocks_is_refused_by_name(tmp_path: Path) -> None:
+    data = [{"x": torch.randn(4), "labels": torch.tensor(i % 2)} for i in range(8)]
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(Headed(), arguments, train_dataset=data, callbacks=[FreezeCallback(1)])
+    with pytest.raises(ValueError, match="Headed has no row of blocks.* no list .* cache=False"):
+        trainer.train()
 
 
 def test_a_tied_embedding_that_trains_is_said_to_be_why_nothing_is_cached(
