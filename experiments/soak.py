@@ -284,7 +284,7 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Read every tensor of a checkpoint, weights and optimizer state, by shard and name."""
     return {
         f"{shard}: {name}": tensor
-        for shard in checkpoint.records
+        for shard in sorted(checkpoint.shards)
         for name, tensor in checkpoint.read(shard).items()
     }
 

@@ -3,6 +3,7 @@
 run_state      gathers the parts of a run, saves and restores them
 saver          copies shards and writes them in a thread
 format         folders, manifests and hashes on disk
+frozen_store   what no step changes, written once
 resume         whether a run continues, and who holds its folder
 best_model     the best evaluation, and its weights
 model_folder   folders that from_pretrained loads; the command `export`

@@ -6,9 +6,11 @@
         manifest.json                              step, scalars; file, size, SHA-256 of each shard
         blocks.3.attention_weights-<id>.safetensors
         blocks.3.attention_optimizer-<id>.safetensors
+    frozen/<sha256>.safetensors                    beside the directory; see `frozen_store`
 
 A folder is written once, never changed, and holds no pickle. Both JSON files carry their own
-SHA-256. A shard belongs to one sublayer, so that on any topology a rank reads only its own.
+SHA-256. A shard belongs to one sublayer, so that on any topology a rank reads only its own. The
+manifest also names files of `frozen`, which hold what no step changes of a shard, in groups.
 
 A kill before the manifest is written leaves the previous checkpoint in force. A kill before
 `latest` is replaced costs nothing: the manifest names the checkpoint that it follows. Files of
@@ -20,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,19 +43,23 @@ from pipetransformer.errors import CorruptCheckpointError
 Shards = Mapping[str, Mapping[str, Tensor]]
 """Tensors by shard, then by name within it."""
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
+_READABLE = (6, FORMAT_VERSION)
+"""Format 6 has all of a shard in the checkpoint's folder."""
 
+FROZEN = "frozen"
 _POINTER = "latest"
 _MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _OWN_MANIFEST = re.compile(rb'\{"sha256": "[0-9a-f]{64}", "content": \{"format": \d')
+_FROZEN_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
 _OWN_FILE = re.compile(r"manifest\.json(\.tmp)?|[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors")
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Describe a written shard; the file is relative to the checkpoint's folder."""
+    """Describe a written file, in the checkpoint's folder or in the folder of frozen ones."""
 
     file: str
     sha256: str
@@ -62,35 +68,68 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Read a complete checkpoint, shard by shard; `open_checkpoint` makes it."""
+    """Read a complete checkpoint, shard by shard; `open_checkpoint` makes it.
+
+    Attributes:
+        records: by shard, of the file in the folder.
+        frozen: by "shard/group", of the file among the frozen ones.
+    """
 
     folder: Path
     step: int
     scalars: dict[str, Any]
     records: dict[str, ShardRecord]
+    frozen: dict[str, ShardRecord]
+
+    @property
+    def shards(self) -> set[str]:
+        """Return the names of all shards."""
+        return {*self.records, *map(_shard_of, self.frozen)}
 
     def read(self, name: str) -> dict[str, Tensor]:
         """Read one shard to CPU.
 
         Raises:
-            CorruptCheckpointError: the file is missing or changed.
+            CorruptCheckpointError: a file is missing or changed.
         """
-        record = self.records[name]
-        path = self.folder / record.file
-        with _reading(path):
-            data = path.read_bytes()
-        # The bytes in hand are checked and used, so a disk that fails later does no harm.
-        _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
-        return safetensors.torch.load(data)
+        records = [self.records[name]] if name in self.records else []
+        groups = [one for group, one in self.frozen.items() if _shard_of(group) == name]
+        if not records and not groups:
+            raise KeyError(name)
+        tensors: dict[str, Tensor] = {}
+        for path, record in self._located(records, groups):
+            with _reading(path):
+                data = path.read_bytes()
+            # The bytes in hand are checked and used, so a disk that fails later does no harm.
+            _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
+            tensors.update(safetensors.torch.load(data))
+        return tensors
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
         """Read all files, or a rank's share of them; errors are those of `read`."""
         # By size, so that the ranks' shares are about equal.
-        by_size = sorted(self.records.values(), key=lambda one: (-one.num_bytes, one.file))
-        for record in by_size[part::num_parts]:
-            path = self.folder / record.file
+        by_size = sorted(self._all_located(), key=lambda one: (-one[1].num_bytes, one[1].file))
+        for path, record in by_size[part::num_parts]:
             with _reading(path):
                 _expect(path, "SHA-256", _hash_file(path), record.sha256)
+
+    def compare_sizes(self) -> None:
+        """Raise a CorruptCheckpointError if a file is missing, or of another size."""
+        for path, record in self._all_located():
+            with _reading(path):
+                _expect(path, "size in bytes", path.stat().st_size, record.num_bytes)
+
+    def _all_located(self) -> list[tuple[Path, ShardRecord]]:
+        return self._located(self.records.values(), self.frozen.values())
+
+    def _located(
+        self, records: Iterable[ShardRecord], frozen: Iterable[ShardRecord]
+    ) -> list[tuple[Path, ShardRecord]]:
+        store = self.folder.parent.parent / FROZEN
+        return [
+            *((self.folder / one.file, one) for one in records),
+            *((store / one.file, one) for one in frozen),
+        ]
 
 
 def checkpoint_folder(directory: Path, step: int) -> Path:
@@ -116,7 +155,7 @@ def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
         )
     records = {}
     for name, tensors in shards.items():
-        path = folder / _file_name(name)
+        path = folder / file_name(name)
         write_tensors(path, tensors)
         records[name] = ShardRecord(path.name, _hash_file(path), path.stat().st_size)
     return records
@@ -132,7 +171,12 @@ def discard(folder: Path) -> None:
 
 
 def publish(
-    folder: Path, records: Mapping[str, ShardRecord], scalars: Mapping[str, Any], *, keep: int
+    folder: Path,
+    records: Mapping[str, ShardRecord],
+    scalars: Mapping[str, Any],
+    *,
+    keep: int,
+    frozen: Mapping[str, ShardRecord] | None = None,
 ) -> None:
     """Make a save the one that a resume finds, then delete old ones. For rank 0.
 
@@ -143,14 +187,16 @@ def publish(
     Raises:
         OSError, CorruptCheckpointError: the disk is full, or a shard is not what was written.
     """
-    _compare_sizes(folder, records)
     directory, step = folder.parent, _order(folder)[0]
+    saved = Checkpoint(folder, step, dict(scalars), dict(records), dict(frozen or {}))
+    saved.compare_sizes()
     earlier = [f for f in published(directory) if _order(f)[0] < step and _is_complete(f)]
     staying = [folder, *earlier[: keep - 1]]
     manifest = {
         "step": step,
-        "scalars": dict(scalars),
-        "shards": {name: asdict(record) for name, record in records.items()},
+        "scalars": saved.scalars,
+        "shards": {name: asdict(record) for name, record in saved.records.items()},
+        "frozen": {name: asdict(record) for name, record in saved.frozen.items()},
         "after": earlier[0].name if earlier else None,
     }
     _write_sealed(folder / _MANIFEST, manifest)
@@ -171,14 +217,42 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         CorruptCheckpointError: a file is missing, the manifest changed, or a shard's size did.
         ValueError: the manifest has another format, or names a file outside of its folder.
     """
+    checkpoint = _read_manifest(folder)
+    checkpoint.compare_sizes()
+    return checkpoint
+
+
+def _read_manifest(folder: Path) -> Checkpoint:
     content = _read_sealed(folder / _MANIFEST)
     records = {name: ShardRecord(**record) for name, record in content["shards"].items()}
     for record in records.values():
         # Any file could be read as a shard by a path that leads out of the folder.
         if Path(record.file).name != record.file or record.file in ("", ".."):
             raise _foreign(folder / _MANIFEST, record.file, "file")
-    _compare_sizes(folder, records)
-    return Checkpoint(folder, content["step"], content["scalars"], records)
+    frozen = {name: ShardRecord(**record) for name, record in content.get("frozen", {}).items()}
+    for record in frozen.values():
+        if not _FROZEN_FILE.fullmatch(record.file):
+            raise _foreign(folder / _MANIFEST, record.file, "frozen file")
+    return Checkpoint(folder, content["step"], content["scalars"], records, frozen)
+
+
+def named_frozen(directory: Path) -> set[str] | None:
+    """Return the frozen files that any checkpoint names; None if a manifest is damaged.
+
+    Raises:
+        OSError: a manifest cannot be read.
+    """
+    named: set[str] = set()
+    for folder in _folders(directory):
+        manifest = folder / _MANIFEST
+        if not manifest.exists():
+            continue
+        try:
+            named |= {record.file for record in _read_manifest(folder).frozen.values()}
+        except (CorruptCheckpointError, ValueError):
+            if _OWN_MANIFEST.match(manifest.read_bytes()):
+                return None
+    return named
 
 
 def holds_checkpoint(directory: Path) -> bool:
@@ -290,7 +364,8 @@ def _delete(folder: Path) -> None:
         _LOG.warning(text, folder, error)
 
 
-def _file_name(shard: str) -> str:
+def file_name(shard: str) -> str:
+    """Return a file's name that no other shard or group has."""
     # The readable part alone may be equal for two names, or on a file system that ignores case.
     readable = re.sub(r"[^A-Za-z0-9._]", "_", shard)[:100]
     return f"{readable}-{hashlib.sha256(shard.encode()).hexdigest()[:16]}.safetensors"
@@ -314,10 +389,10 @@ def _read_sealed(path: Path) -> dict[str, Any]:
             content: dict[str, Any] = read_sealed_json(path)
     except ValueError as error:
         raise CorruptCheckpointError(str(error)) from error
-    if content["format"] != FORMAT_VERSION:
+    if content["format"] not in _READABLE:
         raise ValueError(
-            f"{path} has format {content['format']}, and only {FORMAT_VERSION} can be read here; "
-            "use the version of pipetransformer that wrote it"
+            f"{path} has format {content['format']}, and only {' and '.join(map(str, _READABLE))} "
+            "can be read here; use the version of pipetransformer that wrote it"
         )
     return content
 
@@ -330,11 +405,8 @@ def _reading(path: Path) -> Iterator[None]:
         raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _compare_sizes(folder: Path, records: Mapping[str, ShardRecord]) -> None:
-    for record in records.values():
-        path = folder / record.file
-        with _reading(path):
-            _expect(path, "size in bytes", path.stat().st_size, record.num_bytes)
+def _shard_of(group: str) -> str:
+    return group.rpartition("/")[0]
 
 
 def _expect(path: Path, what: str, found: object, expected: object) -> None:

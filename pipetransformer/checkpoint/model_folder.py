@@ -195,7 +195,7 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
         CorruptCheckpointError: a file is not what was written.
     """
     held: dict[str, Tensor] = {}
-    for shard in checkpoint.records:
+    for shard in checkpoint.shards:
         if split_shard_name(shard)[1] == WEIGHTS:
             held.update(checkpoint.read(shard))
     # The shards also hold buffers that are not persistent.

@@ -36,12 +36,14 @@ from freeze import JOURNAL_FILE
 from freeze.signals import is_signal_tensor
 from pipetransformer.checkpoint.best_model import BEST_FOLDER
 from pipetransformer.checkpoint.format import (
+    FROZEN,
     Checkpoint,
     clear,
     holds_checkpoint,
     open_checkpoint,
     published,
 )
+from pipetransformer.checkpoint.frozen_store import FrozenStore
 from pipetransformer.config import TrainConfig
 from pipetransformer.durable_files import (
     open_unlinked,
@@ -80,7 +82,8 @@ def resumes(config: TrainConfig, *, has_lock: bool = False) -> bool:
     if config.folder is None:
         return False
     folder = Path(config.folder)
-    _refuse_link(folder / CHECKPOINTS)
+    for name in (CHECKPOINTS, FROZEN):
+        _refuse_link(folder / name)
     if config.load_best_model_at_end:
         _refuse_link(folder / BEST_FOLDER)
     if config.resume is True and not holds_checkpoint(folder / CHECKPOINTS):
@@ -126,6 +129,7 @@ def _refuse_link(path: Path) -> None:
 def remove_run(folder: Path) -> None:
     """Remove checkpoints and journal, from which a run would continue; its records stay."""
     clear(folder / CHECKPOINTS)
+    FrozenStore(folder / CHECKPOINTS).prune()
     for name in (_LAUNCHERS, JOURNAL_FILE, _RUN):
         (folder / name).unlink(missing_ok=True)
 
@@ -207,8 +211,8 @@ def check_model(checkpoint: Checkpoint, model: LayeredModel) -> None:
     """Refuse a checkpoint of a model whose sublayers have other names."""
     sublayers = [sublayer.name for sublayer in model.sublayers]
     names = {shard_name(name, kind) for name in sublayers for kind in (WEIGHTS, OPTIMIZER)}
-    if names != set(checkpoint.records):
-        saved = {split_shard_name(name)[0] for name in checkpoint.records}
+    if names != checkpoint.shards:
+        saved = {split_shard_name(name)[0] for name in checkpoint.shards}
         raise _of_another_model(f"checkpoint {checkpoint.folder}", saved, sublayers)
 
 

@@ -32,7 +32,7 @@ from pipetransformer.checkpoint.resume import (
     resumes,
 )
 from pipetransformer.checkpoint.saver import Saved, Saver
-from pipetransformer.elastic import Decision, Elasticity, plan_shape
+from pipetransformer.elastic import Decision, Elasticity, plan_shape, split_by_change
 from pipetransformer.feed import Position
 from pipetransformer.model import OptimizerTraits, Task
 from pipetransformer.processes import World, cpu_name, is_restarted, told_by_rank_0
@@ -188,9 +188,10 @@ class RunState:
         if decision.changes(self._reserved_for) and self._saver.is_idle:
             # Here, after a step: before the first one the shards lack the optimizer's state.
             self._reserved_for = decision
-            self._saver.reserve(self._deployment.owned_shards())
+            self._saver.reserve(*split_by_change(self._task, self._deployment.owned_shards()))
         if self._timeline.save_due() and self._may_save(self._saver, decision):
             signals = self._deployment.active_stage.trained.signals.state()
+            trained, frozen = split_by_change(self._task, self._deployment.owned_shards())
             shared = {
                 **self._identity(),
                 "settings": self._settings(),
@@ -202,7 +203,8 @@ class RunState:
             }
             self._saver.save(
                 self._timeline.position.step,
-                self._deployment.owned_shards(),
+                trained,
+                frozen=frozen,
                 scalars=shared,
                 own={"signals": signals, "hardware": self._hardware},
             )

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from pipetransformer.checkpoint.format import (
     publish,
     write_shards,
 )
+from pipetransformer.checkpoint.frozen_store import FrozenStore
 from pipetransformer.durable_files import check_plain
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World
@@ -55,8 +56,8 @@ class Snapshot:
     memory takes its place, with a warning.
     """
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._on_gpu = self._pins = pinned
+    def __init__(self, *, pinned: bool = False, on_gpu: bool = False) -> None:
+        self._on_gpu, self._pins = pinned or on_gpu, pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._copied: Milestone | None = None
 
@@ -135,7 +136,7 @@ class Saved:
     Args:
         stopped_s: how long training stood still, for the save before and for the copy.
         written_s: how long writing took beside training, until the checkpoint counted.
-        num_bytes: of all ranks' files, on rank 0; 0 where a write failed.
+        num_bytes: that all ranks wrote, on rank 0; 0 where a write failed.
     """
 
     step: int
@@ -143,6 +144,15 @@ class Saved:
     written_s: float
     num_bytes: int
     folder: Path
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Hold what a rank writes of a step, or why it has nothing to write."""
+
+    shards: Shards
+    frozen: Shards
+    failure: str
 
 
 class Saver:
@@ -159,7 +169,10 @@ class Saver:
         self._keep = keep
         self._timeout_s = timeout_s
         self._waited_s = 0.0
-        self._snapshot = Snapshot(pinned=world.device.type == "cuda")
+        self._on_gpu = world.device.type == "cuda"
+        self._snapshot = Snapshot(pinned=self._on_gpu)
+        self._store = FrozenStore(directory)
+        self._frozen_copy = Snapshot(on_gpu=self._on_gpu)
         self._group: dist.ProcessGroup | None = None
         if world.group is not None:
             # Messages of two threads in one group would be mistaken for each other.
@@ -174,18 +187,26 @@ class Saver:
     def is_idle(self) -> bool:
         return self._writer is None or not self._writer.is_alive()
 
-    def reserve(self, shards: Shards) -> None:
-        """Get memory for a copy of these shards in the background, ahead of the first save."""
+    def reserve(self, shards: Shards, frozen: Shards = MappingProxyType({})) -> None:
+        """Get memory for copies of these tensors in the background, ahead of the first save."""
         assert self.is_idle
-        self._start("memory for a checkpoint", self._reserve, num_bytes_of(shards))
+        sizes = num_bytes_of(shards), num_bytes_of(self._store.unseen(frozen))
+        self._start("memory for a checkpoint", self._reserve, *sizes)
 
     def save(
-        self, step: int, shards: Shards, *, scalars: Mapping[str, Any], own: Mapping[str, Any]
+        self,
+        step: int,
+        shards: Shards,
+        *,
+        frozen: Shards = MappingProxyType({}),
+        scalars: Mapping[str, Any],
+        own: Mapping[str, Any],
     ) -> None:
-        """Copy this rank's shards, and write them while training goes on.
+        """Copy this rank's tensors, and write them while training goes on.
 
         Args:
-            shards: those this rank owns; they may change as soon as this returns.
+            shards: what this rank owns; it may change as soon as this returns.
+            frozen: by "shard/group", the rest of them, which is written where it has changed.
             scalars: plain values by name; rank 0's are saved.
             own: plain values of this rank; `scalars["ranks"]` lists them in the checkpoint.
         Raises:
@@ -195,9 +216,11 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         copies: Shards = {}
+        changed: Shards = {}
         failure = ""
         try:
             copies = self._snapshot.take(shards)
+            changed = self._frozen_copy.take(self._store.changed(frozen))
         except MemoryError as error:  # For the thread to tell: other ranks wait for these files.
             failure = str(error)
         state = {"scalars": scalars, "own": own}
@@ -206,8 +229,10 @@ class Saver:
         state = json.loads(json.dumps(state))
         stopped_s = self._waited_s + time.perf_counter() - start
         self._waited_s = 0.0
-        write = partial(self._write, step, copies, state, failure=failure, stopped_s=stopped_s)
-        self._start(f"the checkpoint of step {step}", write)
+        self._start(
+            f"the checkpoint of step {step}",
+            self._write, step, _Copies(copies, changed, failure), state, stopped_s,
+        )  # fmt: skip
 
     def catches_up(self, *, patience_s: float) -> bool:
         """Wait for this rank's save; tell whether all ranks' saves have ended. Collective."""
@@ -260,22 +285,15 @@ class Saver:
         self._writer = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._writer.start()
 
-    def _reserve(self, num_bytes: int) -> None:
+    def _reserve(self, num_bytes: int, num_frozen_bytes: int) -> None:
         with suppress(MemoryError):  # The save tries again, and says so.
             self._snapshot.reserve(num_bytes)
+            self._frozen_copy.reserve(num_frozen_bytes)
 
-    def _write(
-        self,
-        step: int,
-        shards: Shards,
-        state: dict[str, Any],
-        *,
-        failure: str,
-        stopped_s: float,
-    ) -> None:
+    def _write(self, step: int, copies: _Copies, state: dict[str, Any], stopped_s: float) -> None:
         start = time.perf_counter()
         try:
-            folder, num_bytes = self._write_together(step, shards, state, failure)
+            folder, num_bytes = self._write_together(step, copies, state)
         except Exception as error:
             # A thread's error goes nowhere, so `wait` raises it in the training loop.
             self._error = RuntimeError(
@@ -284,18 +302,18 @@ class Saver:
             )
             self._error.__cause__ = error
             return
+        finally:
+            # It may be as large as the model, and the next save needs little of it. Not pinned,
+            # as torch keeps pinned memory.
+            self._frozen_copy = Snapshot(on_gpu=self._on_gpu)
         self._saved = Saved(step, stopped_s, time.perf_counter() - start, num_bytes, folder)
 
     def _write_together(
-        self, step: int, shards: Shards, state: dict[str, Any], failure: str
+        self, step: int, copies: _Copies, state: dict[str, Any]
     ) -> tuple[Path, int]:
-        """Write with all ranks; return the folder and all ranks' bytes, 0 if a write failed.
-
-        Args:
-            failure: why this rank has nothing to write, or "".
-        """
+        """Write with all ranks; return the folder and all ranks' bytes, 0 if a write failed."""
         # No OSError leaves here: a full disk must not end the run, nor leave others waiting.
-        path, written = "", dict[str, Any]()
+        path = ""
         if self._world.is_main:
             try:
                 path = str(checkpoint_folder(self._directory, step))
@@ -305,28 +323,49 @@ class Saver:
         folder = Path(path)
         if not path:
             return folder, 0
-        self._snapshot.finish()
-        try:
-            if not failure:
-                written = {n: asdict(one) for n, one in write_shards(folder, shards).items()}
-        except OSError as error:
-            failure = str(error)
-        answers = gather_json([failure, written, state["own"]], group=self._group)
+        told = gather_json(
+            {**self._write_own(folder, copies), "own": state["own"]}, group=self._group
+        )
         if not self._world.is_main:
             return folder, 0
-        causes = [f"rank {r}: {text}" for r, (text, _, _) in enumerate(answers) if text]
-        records = {n: ShardRecord(**v) for _, one, _ in answers for n, v in one.items()}
-        scalars = {**state["scalars"], "ranks": [own for _, _, own in answers]}
+        causes = [f"rank {r}: {one['failure']}" for r, one in enumerate(told) if one["failure"]]
+        scalars = {**state["scalars"], "ranks": [one["own"] for one in told]}
         if not causes:
+            records, frozen = _joined(told, "records"), _joined(told, "frozen")
             try:
-                publish(folder, records, scalars, keep=self._keep)
+                publish(folder, records, scalars, keep=self._keep, frozen=frozen)
             except (OSError, CorruptCheckpointError) as error:
                 causes = [f"rank 0: {error}"]
         if causes:
             discard(folder)
             _warn(step, causes)
             return folder, 0
-        return folder, sum(record.num_bytes for record in records.values())
+        self._store.prune()
+        return folder, sum(one["num_bytes"] for one in told)
+
+    def _write_own(self, folder: Path, copies: _Copies) -> dict[str, Any]:
+        """Write this rank's files; return what rank 0 publishes of them."""
+        self._snapshot.finish()
+        self._frozen_copy.finish()
+        if copies.failure:
+            return {"failure": copies.failure}
+        try:
+            frozen = self._store.write(copies.frozen)
+            records = write_shards(folder, copies.shards)
+        except OSError as error:
+            return {"failure": str(error)}
+        written = [*records.values(), *(frozen[name] for name in copies.frozen)]
+        return {
+            "failure": "",
+            "records": {name: asdict(record) for name, record in records.items()},
+            "frozen": {name: asdict(record) for name, record in frozen.items()},
+            "num_bytes": sum(record.num_bytes for record in written),
+        }
+
+
+def _joined(told: list[dict[str, Any]], kind: str) -> dict[str, ShardRecord]:
+    """Return all ranks' records of a kind."""
+    return {name: ShardRecord(**one) for rank in told for name, one in rank[kind].items()}
 
 
 def _warn(step: int, causes: list[str]) -> None:

@@ -17,11 +17,17 @@ from pipetransformer.elastic.planner import (
     fastest_plan,
     published_plan,
 )
-from pipetransformer.elastic.shards import OPTIMIZER, WEIGHTS, shard_name, split_shard_name
+from pipetransformer.elastic.shards import (
+    OPTIMIZER,
+    WEIGHTS,
+    shard_name,
+    split_by_change,
+    split_shard_name,
+)
 
 __all__ = [
     "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
     "Elasticity", "WEIGHTS", "complete_request", "fastest_by_length",
     "fastest_per_sample", "fastest_plan", "plan_shape", "published_plan",
-    "read_looks", "shard_name", "split_shard_name",
+    "read_looks", "shard_name", "split_by_change", "split_shard_name",
 ]  # fmt: skip

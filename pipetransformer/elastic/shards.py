@@ -9,13 +9,13 @@ Signals of an unfinished interval travel, and are saved, as optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autodp import Holders, Shard, ShardStore, Topology
@@ -23,6 +23,7 @@ from freeze.signals import IntervalSignals, is_signal_tensor
 from pipetransformer.model import Task, put_state, take_state, trained_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
+_TRAINED = "trained"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,46 @@ def split_shard_name(shard: str) -> tuple[str, str]:
     """Return a shard's sublayer and kind."""
     sublayer, _, kind = shard.rpartition("/")
     return sublayer, kind
+
+
+def split_by_change(
+    task: Task, shards: Mapping[str, Shard]
+) -> tuple[dict[str, Shard], dict[str, Shard]]:
+    """Split shards into what steps change, by shard, and what they do not, by "shard/group".
+
+    The groups are weights that never train, frozen ones, and buffers. Apart, so that a layer which
+    freezes has only its adapters written, not the base below. The saver looks whether they change.
+    """
+    trained: dict[str, Shard] = {}
+    frozen: dict[str, Shard] = {}
+    for shard, tensors in shards.items():
+        kind = split_shard_name(shard)[1]
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            group = _group_of(task, _parameter_of(task, name) if kind == OPTIMIZER else name)
+            groups.setdefault(group, {})[name] = tensor
+        own = groups.pop(_TRAINED, {})
+        if own or not groups:
+            trained[shard] = own
+        frozen |= {f"{shard}/{group}": one for group, one in groups.items()}
+    return trained, frozen
+
+
+def _group_of(task: Task, name: str) -> str:
+    tensor = task.model.tensor(name)
+    if not isinstance(tensor, nn.Parameter):
+        return "buffers"
+    if name not in task.trainable:
+        return "untrained"
+    return _TRAINED if tensor.requires_grad else "frozen"
+
+
+def _parameter_of(task: Task, key: str) -> str:
+    """Return the parameter of an optimizer's "parameter/entry"; both may have slashes."""
+    name = key.rpartition("/")[0]
+    while name and name not in task.trainable:
+        name = name.rpartition("/")[0]
+    return name
 
 
 @final

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +58,39 @@ def save(directory: Path, step: int, *, keep: int = 2) -> Path:
         records |= write(folder, shards)
     publish(folder, records, {"step_scalar": step / 3}, keep=keep)
     return folder
+
+
+class Killed(BaseException):
+    """Stand for SIGKILL: no handler of ordinary errors sees it."""
+
+
+def survives(action: Callable[[], object], fatal_call: int) -> bool:
+    """Act, killed at the n-th change of the disk; return whether there were fewer changes.
+
+    A kill at an fsync also loses half of the file, as a power cut may.
+    """
+    calls = itertools.count()
+
+    def dying(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) != fatal_call:
+                return real(*args, **kwargs)
+            if name == "fsync" and stat.S_ISREG(os.fstat(args[0]).st_mode):
+                os.truncate(f"/proc/self/fd/{args[0]}", os.fstat(args[0]).st_size // 2)
+            raise Killed
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, dying(name))
+        try:
+            action()
+        except Killed:
+            return False
+    return True
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -47,7 +47,7 @@ _GPT2 = {
 
 
 def llama(**options: Any) -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA, **options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_LLAMA, **options}))
 
 
 def llama_classifier() -> Any:

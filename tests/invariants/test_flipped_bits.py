@@ -35,7 +35,7 @@ from tests.helpers.marks import slow
 SETTINGS = {"checkpoint_every_epochs": 1, "resume": "auto", "signals": ("probe_cka",)}
 CHECKED = (
     r"(launchers|run)\.json|journal\.jsonl|checkpoints/latest|checkpoints/[^/]+/manifest\.json"
-    r"|(checkpoints/[^/]+|best|probes)/[^/]+\.safetensors"
+    r"|(checkpoints/[^/]+|frozen|best|probes)/[^/]+\.safetensors"
 )
 UNCHECKED = r"lock|records\.jsonl"
 
@@ -60,7 +60,7 @@ def read_back(folder: Path) -> dict[str, Any]:
     assert best.step == 6
     return {
         "scalars": repr(checkpoint.scalars),
-        "shards": {name: checkpoint.read(name) for name in checkpoint.records},
+        "shards": {name: checkpoint.read(name) for name in sorted(checkpoint.shards)},
         "best": best.read(),
         "journal": read_journal(folder / "journal.jsonl"),
         "looks": read_looks(folder / "probes"),
@@ -95,7 +95,7 @@ def test_of_random_flips_in_a_run_s_folder_none_changes_in_silence_what_is_read_
     assert not caplog.messages
     # Each file as often as any other: most bytes are those of weights.
     files, choice = [path for path in files_of(stopped) if path.stat().st_size], random.Random(0)
-    assert {"best", "probes"} <= {path.parent.name for path in files}
+    assert {"frozen", "best", "probes"} <= {path.parent.name for path in files}
     for _ in range(num_flips):
         path = choice.choice(files)
         bit = choice.randrange(8 * path.stat().st_size)

@@ -214,7 +214,9 @@ def saved_steps(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.glob("step-*"))
 
 
-@pytest.mark.parametrize(("name", "is_there"), [("checkpoints", True), ("best", False)])
+@pytest.mark.parametrize(
+    ("name", "is_there"), [("checkpoints", True), ("frozen", False), ("best", False)]
+)
 def test_a_link_in_the_place_of_a_folder_of_weights_is_refused(
     tmp_path: Path, name: str, is_there: bool
 ) -> None:

@@ -1,0 +1,113 @@
+"""Keep what no step changes once in a run's folder, in files that are named by their SHA-256.
+
+    run/
+      frozen/<sha256>.safetensors     written by the first save that names it
+      checkpoints/step-00001200/      its manifest names files of frozen/
+
+A save writes a group of tensors if its values are not those of the save before. It compares sums
+of all values, as writes through `.data` leave no trace in tensors' versions. A file goes with the
+last checkpoint that names it. A kill leaves files too many, never too few.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+import safetensors.torch
+from torch import Tensor
+
+from autocache import fingerprint
+from pipetransformer.checkpoint.format import (
+    FROZEN,
+    ShardRecord,
+    Shards,
+    file_name,
+    named_frozen,
+)
+from pipetransformer.durable_files import fsync, replace_file
+
+_OWN_FILE = re.compile(
+    r"[0-9a-f]{64}\.safetensors|[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors(\.tmp)?"
+)
+_LOG = logging.getLogger(__name__)
+
+
+@final
+class FrozenStore:
+    """Write groups of tensors once, and remember what was written.
+
+    Args:
+        directory: of the run's checkpoints; the store lies beside it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._folder = directory, directory.parent / FROZEN
+        self._sums: dict[str, dict[str, int]] = {}
+        self._written: dict[str, tuple[dict[str, int], ShardRecord]] = {}
+
+    def unseen(self, groups: Shards) -> Shards:
+        """Return the groups under whose names nothing was written yet."""
+        return {name: group for name, group in groups.items() if name not in self._written}
+
+    def changed(self, groups: Shards) -> Shards:
+        """Return the groups that `write` needs copies of: those that no file holds as they are."""
+        self._sums = {
+            name: {key: fingerprint([tensor]) for key, tensor in group.items()}
+            for name, group in groups.items()
+        }
+        return {name: group for name, group in groups.items() if not self._holds(name)}
+
+    def write(self, changed: Shards) -> dict[str, ShardRecord]:
+        """Write the groups that `changed` returned; return the records of all it was given.
+
+        Raises:
+            OSError: the disk is full, or nothing may be written.
+        """
+        for name, tensors in changed.items():
+            self._written[name] = self._sums[name], self._write_file(name, tensors)
+        self._written = {name: self._written[name] for name in self._sums}
+        return {name: record for name, (_, record) in self._written.items()}
+
+    def prune(self) -> None:
+        """Delete the files that no checkpoint names; none if a manifest cannot be read."""
+        try:
+            named = named_frozen(self._directory)
+            if named is None or not self._folder.is_dir():
+                return
+            for path in self._folder.iterdir():
+                is_own = _OWN_FILE.fullmatch(path.name) and not path.is_symlink()
+                if is_own and path.is_file() and path.name not in named:
+                    path.unlink()
+        except OSError as error:  # The new checkpoint is safe already.
+            _LOG.warning("files of no more use stay in %s: %s", self._folder, error)
+
+    def _holds(self, name: str) -> bool:
+        sums, record = self._written.get(name, ({}, None))
+        return record is not None and sums == self._sums[name] and self._has_file(record)
+
+    def _has_file(self, record: ShardRecord) -> bool:
+        with suppress(OSError):
+            return (self._folder / record.file).stat().st_size == record.num_bytes
+        return False
+
+    def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> ShardRecord:
+        data = safetensors.torch.save(dict(tensors), metadata={"format": "pt"})
+        sha256 = hashlib.sha256(data).hexdigest()
+        record = ShardRecord(f"{sha256}.safetensors", sha256, len(data))
+        if not self._has_file(record):
+            if not self._folder.is_dir():
+                self._folder.mkdir(exist_ok=True)
+                fsync(self._folder.parent)
+            # Tied tensors may be of one hash on two ranks, so each writes under its group's name.
+            written = self._folder / file_name(name)
+            replace_file(written, data)
+            os.replace(written, self._folder / record.file)
+            fsync(self._folder)
+        return record
