@@ -6,7 +6,8 @@
 
 The ranks' writers talk in a group of their own, which the training loop never uses. One save is
 under way at a time. A save that falls due meanwhile is skipped on all ranks, so a slow disk costs
-checkpoints and no time. Only the end of the run waits.
+checkpoints and no time. Only the end of the run waits. Of what no step changes, a save copies and
+writes only what is not in the store of frozen files as it is.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Snapshot:
     Fresh memory is several times slower to fill than memory that was used before, so it is
     reserved ahead. A GPU copies faster into pinned memory; where none can be got, other host
     memory takes its place, with a warning.
+
+    Args:
+        pinned: copy from a GPU into pinned memory, which torch keeps for good.
+        on_gpu: copy from a GPU into other memory.
     """
 
     def __init__(self, *, pinned: bool = False, on_gpu: bool = False) -> None:

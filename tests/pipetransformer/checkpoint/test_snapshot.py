@@ -110,14 +110,15 @@ def test_memory_grows_with_what_a_rank_owns() -> None:
     assert_same(read(snapshot.take(grown)["s"]), grown["s"])
 
 
+@pytest.mark.parametrize("kind", ["pinned", "on_gpu"])
 def test_a_thread_waits_for_copies_on_the_gpu_that_makes_them(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     stream, empty = MarkedStream(monkeypatch, device=1), torch.empty
     monkeypatch.setattr(
         torch, "empty", lambda *size, pin_memory=False, **kind: empty(*size, **kind)
     )
-    snapshot = Snapshot(pinned=True)
+    snapshot = Snapshot(**{kind: True})
     snapshot.finish()  # Nothing was taken.
     snapshot.take({"s": {"w": torch.ones(3)}})
     stream.current = 0  # With which a thread begins.
