@@ -68,6 +68,7 @@ class Loss:
         is_exact: whether parts are known to join to the whole; otherwise this is probed.
         ignore_index: class of targets that the accuracy leaves out, too.
         smoothed: returns the same loss with the given label smoothing; None if unknown.
+        takes_unread: whether the function also takes what stands for outputs that it alone reads.
     Raises:
         TypeError: the function cannot be called.
     """
@@ -76,6 +77,7 @@ class Loss:
     is_exact: bool = False
     ignore_index: int = -100
     smoothed: Callable[[float], Loss] | None = None
+    takes_unread: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.function, type):
@@ -87,7 +89,7 @@ class Loss:
                 "target), for instance torch.nn.CrossEntropyLoss()"
             )
 
-    def __call__(self, output: Tensor, target: Any) -> LossValue:
+    def __call__(self, output: Any, target: Any) -> LossValue:
         """Return the function's value; an error unless it is a 0-dim mean, or (sum, count)."""
         value = self.function(output, target)
         # Every value is checked: a loss may return another kind for some batches.

@@ -37,7 +37,14 @@ from pipetransformer.checks.twins import (
 from pipetransformer.checks.verified_steps import compare_steps
 from pipetransformer.errors import VerificationError
 from pipetransformer.feed import Batch, find_changed
-from pipetransformer.model import WAYS_OUT, LayeredModel, Task, named_tensors, whole_in_mode
+from pipetransformer.model import (
+    WAYS_OUT,
+    LayeredModel,
+    Task,
+    UnreadLogits,
+    named_tensors,
+    whole_in_mode,
+)
 from pipetransformer.processes import World, told_by_rank_0
 
 _LOGGER = logging.getLogger(__name__)
@@ -193,8 +200,7 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
                 "loss_fn="
             )
         theirs = {"": expected.detach(), **_gradients(loss, trained)}
-        output = layered.run(batch)
-        loss = mean_loss(task.loss_fn(output, targets))
+        output, loss = _in_sublayers(task, batch, targets)
         ours = {"": output.detach(), **_gradients(loss, trained)}
     dtype = narrowing.coarsest(weights)
     if ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours):
@@ -213,6 +219,21 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
     # Some masks are float32's least number, which overflows where it is multiplied.
     is_finite = all(bool(one.isfinite().all()) for one in theirs.values())
     return Comparison(difference, is_finite=is_finite, dtype=dtype)
+
+
+def _in_sublayers(task: Task, batch: Batch, targets: Any) -> tuple[Tensor, Tensor]:
+    """Return the output of a model's sublayers, and the loss as steps compute it."""
+    model, words = task.model, task.model.words
+    if words is None or not task.leaves_out_logits:
+        output = model.run(batch)
+        return output, mean_loss(task.loss_fn(output, targets))
+    hidden = model.run(batch, headless=True)
+    with torch.no_grad():
+        output = words.logits(hidden)
+    # Not by the task, which computes in the dtype of the run's autocast. In the backward, as TF32
+    # rounds gradients otherwise that are multiplied later.
+    unread = UnreadLogits(hidden, words, in_backward=True)
+    return output, mean_loss(task.loss_fn(unread, targets))
 
 
 _WRITES = (

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -336,7 +337,7 @@ class HFTrainer(Evaluations):
             settings |= {"folder": None, "checkpoint_every_steps": 0, "checkpoint_every_epochs": 0}
             dataset = Measured(dataset, layered.targets)
             collate = MeasuredCollate(collate, layered.targets)
-            loss = loss.wrapped(loss_without_targets)
+            loss = replace(loss.wrapped(loss_without_targets), takes_unread=False)
         return Trainer(
             layered,
             dataset,

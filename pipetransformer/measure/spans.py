@@ -135,10 +135,12 @@ def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
             below = batch[_HIDDEN].detach()
             # A copy, as between sublayers, with a gradient to compute, as between stages.
             hidden = below.requires_grad_(below.is_floating_point()).clone()
-        output = task.call(index, batch if hidden is None else hidden, sides=batch)
+        headless = task.leaves_out_logits
+        given = batch if hidden is None else hidden
+        output = task.call(index, given, sides=batch, headless=headless)
         if index < len(model.sublayers) - 1:
             return output
-        return head_of(task.loss_fn(output, model.targets_of(batch)))
+        return head_of(task.loss(output, model.targets_of(batch), headless=headless))
 
     sublayer = model.sublayers[index]
 

@@ -4,7 +4,7 @@ task: all of it in one value                        model_loan: gives it back as
 layered_model: a model as a row of sublayers        registry: which adapter knows a model
 timm_vit, transformers_*: the adapters              transformer: what they share
 optimizers: built anew wherever layers go           precision: dtypes, and the scale of float16
-compiled_blocks: through torch.compile, in steps
+compiled_blocks: through torch.compile, in steps    word_head: losses without all logits
 """
 
 from pipetransformer.model.dependence import joined_outputs
@@ -77,12 +77,14 @@ from pipetransformer.model.task import (
     trained_parameters,
 )
 from pipetransformer.model.transformer import qualified_name
+from pipetransformer.model.word_head import UnreadLogits
 
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
     "LoopUse", "LossScale", "NamedParameters", "NoRowError", "OptimizerFactory", "OptimizerTraits",
     "Packing", "PartCall", "PartTrial", "Reads", "Row",
-    "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "WAYS_OUT", "adamw", "adapt",
+    "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "UnreadLogits", "WAYS_OUT", "adamw",
+    "adapt",
     "adapter_names", "adapters_in_use",
     "block_lists", "build_optimizer", "computing_in",
     "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopipe.loss import LossFunction
+from autopipe.loss import Loss, LossFunction
 from pipetransformer.model.dependence import (
     joined_outputs,
     padding_mask,
@@ -47,6 +47,7 @@ from pipetransformer.model.transformer import (
     refuse_lost_checkpointing,
     refuse_replaced,
 )
+from pipetransformer.model.word_head import WordHead, word_head
 
 Read: TypeAlias = Callable[["EntryNames"], Entries]
 """Reads a few samples of a data set: the entries named, (N, ...) each."""
@@ -184,7 +185,29 @@ def present(
     )
     layered.row = own.row
     layered.reads_by_labels = mask is not None and is_by_token
+    if isinstance(loss, Loss) and loss.takes_unread and loop is None:
+        layered.words = _words(shown, own)
     return layered
+
+
+def _words(shown: _Shown, own: CutForward) -> WordHead | None:
+    """Return a head over words that losses may go without; None if it is not known to be one."""
+    model = shown.model
+    of_output = getattr(unwrapped(model), "get_output_embeddings", None)
+    linear = None if of_output is None else of_output()
+    if not isinstance(linear, nn.Linear) or linear.weight.is_meta:
+        return None
+    own.end_at(linear)
+    heads, devices = set(), [linear.weight.device] if linear.weight.is_cuda else []
+    # What is done in training alone, such as dropout, must show, too.
+    for training in (False, True):
+        with whole_in_mode(model, training=training), torch.random.fork_rng(devices):
+            with torch.no_grad():
+                hidden = own.below(shown.inputs, training=training)
+            run = partial(own.above, hidden.requires_grad_(), shown.inputs, training=training)
+            heads.add(word_head(linear, shown.config, run))
+    own.forget()
+    return heads.pop() if len(heads) == 1 else None
 
 
 def _run_once(
@@ -464,7 +487,9 @@ class _Above(nn.Module):
         super().__init__()
         self.own, self.parts = own, parts
 
-    def forward(self, hidden: Tensor, **entries: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *, headless: bool = False, **entries: Tensor) -> Tensor:
+        if headless:
+            return self.own.headless(hidden, entries, training=self.training)
         return output_of(self.own.above(hidden, entries, training=self.training))
 
 

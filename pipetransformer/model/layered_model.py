@@ -25,6 +25,7 @@ from autopipe.loss import LossFunction
 
 if TYPE_CHECKING:
     from pipetransformer.model.recording import Row
+    from pipetransformer.model.word_head import WordHead
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class LayeredModel:
         owners: the first sublayer, by index, of each tensor. Others may share it: tied weights.
         row: of blocks, or of parts, where it was found by running the model.
         reads_by_labels: whether it has a padding mask because the loss reads no padding alone.
+        words: its head, where that is known to be a linear layer over many words, which losses
+            may go without: then the head's sublayer takes `headless=True`.
         plainly_random: sublayers, by index, that were found to draw from Python's or numpy's
             generators while they train.
     Raises:
@@ -94,6 +97,7 @@ class LayeredModel:
 
     reads_by_labels = False
     row: Row | None = None
+    words: WordHead | None = None
 
     def __init__(  # noqa: PLR0913 - the documented interface
         self,
@@ -170,13 +174,19 @@ class LayeredModel:
         return {name: batch[name] for name in self.targets}
 
     def call(
-        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
+        self,
+        index: int,
+        value: Tensor | Mapping[str, Tensor],
+        *,
+        sides: Mapping[str, Tensor],
+        headless: bool = False,
     ) -> Tensor:
         """Run one sublayer.
 
         Args:
             value: the batch for sublayer 0, else the hidden state its predecessor returned.
             sides: the batch, or at least the entries that the sublayer names.
+            headless: whether the head returns what its linear layer would be given; see `words`.
         Raises:
             TypeError: a batch where a hidden state is due or the reverse, or the sublayer returned
                 something else than one Tensor.
@@ -198,7 +208,10 @@ class LayeredModel:
                 )
             keywords.update((name, value[name]) for name in self.inputs[1:] if name in value)
             value = value[self.inputs[0]]
-        output = sublayer.module(value, **keywords)
+        if headless and index == len(self.sublayers) - 1:
+            output = sublayer.module(value, **keywords, headless=True)
+        else:
+            output = sublayer.module(value, **keywords)
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"sublayer {sublayer.name!r} returned a {type(output).__name__}; one "
@@ -213,6 +226,7 @@ class LayeredModel:
         first: int = 0,
         last: int | None = None,
         hidden: Tensor | None = None,
+        headless: bool = False,
     ) -> Tensor:
         """Run sublayers first..last-1, all by default, and return the last one's output.
 
@@ -220,6 +234,7 @@ class LayeredModel:
             batch: the model's inputs (read where first is 0) and the sublayers' sides.
             last: exclusive; None is the end.
             hidden: output of sublayer first-1; None exactly if first is 0.
+            headless: as in `call`.
         Raises:
             ValueError: an empty or impossible range.
             TypeError: hidden does not fit first.
@@ -232,7 +247,7 @@ class LayeredModel:
             )
         value = self.call(first, batch if hidden is None else hidden, sides=batch)
         for index in range(first + 1, last):
-            value = self.call(index, value, sides=batch)
+            value = self.call(index, value, sides=batch, headless=headless)
         return value
 
     def tensors(self, index: int) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopipe.loss import Loss, LossValue, mean_of, sum_over_targets
+from pipetransformer.model.word_head import UnreadLogits
 
 
 def own_loss(model: nn.Module, config: Any, answer: Any, output: Tensor, target: Any) -> Loss:
@@ -69,17 +70,18 @@ def _candidates(config: Any, output: Tensor, target: Any) -> list[Loss]:
 
 
 def _of_tokens(function: Any, num_virtual: int) -> Loss:
+    takes_unread = function is causal_loss
     if num_virtual > 0:
         function = partial(_prompted, function, num_virtual)
-    return Loss(
-        function,
-        is_exact=True,
-        smoothed=lambda share: Loss(partial(function, label_smoothing=share), is_exact=True),
-    )
+
+    def loss(compute: Any, **more: Any) -> Loss:
+        return Loss(compute, is_exact=True, takes_unread=takes_unread, **more)
+
+    return loss(function, smoothed=lambda share: loss(partial(function, label_smoothing=share)))
 
 
 def _prompted(
-    function: Any, num_virtual: int, output: Tensor, target: Tensor, **options: float
+    function: Any, num_virtual: int, output: Any, target: Tensor, **options: float
 ) -> Any:
     """Call a loss of tokens whose targets lack those of virtual tokens before the text."""
     return function(output, F.pad(target, (num_virtual, 0), value=-100), **options)
@@ -123,15 +125,19 @@ def span_loss(output: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def causal_loss(
-    output: Tensor, target: Tensor, *, label_smoothing: float = 0.0
+    output: Tensor | UnreadLogits, target: Tensor, *, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor | int]:
     """Sum the cross entropy of each token by the tokens before it; see `token_loss`.
 
     Args:
-        output: (N, S, words) logits.
+        output: (N, S, words) logits, or what stands for them.
         target: (N, S) int64, not shifted: position s is predicted at s - 1.
     Source: ForCausalLMLoss of transformers, which computes in float32, too.
     """
+    if isinstance(output, UnreadLogits):
+        words = F.pad(target[:, 1:], (0, 1), value=-100)
+        total = output.summed_losses(words, label_smoothing=label_smoothing)
+        return total, (words != -100).sum()
     dtype = torch.promote_types(output.dtype, torch.float32)
     return token_loss(output[:, :-1].to(dtype), target[:, 1:], label_smoothing=label_smoothing)
 

@@ -76,13 +76,17 @@ class Skeleton:
     Args:
         is_hollow: whether weights that are read below the blocks are zeros here; buffers keep
             their values.
+        last: a module that is a stand-in, too, and is visited after all blocks.
     """
 
-    def __init__(self, model: nn.Module, row: Row, *, is_hollow: bool) -> None:
+    def __init__(
+        self, model: nn.Module, row: Row, *, is_hollow: bool, last: nn.Module | None = None
+    ) -> None:
         self._row, self._is_hollow = row, is_hollow
         self._copied = row.below if is_hollow else frozenset()
         self._name_of = {id(tensor): name for name, tensor in _all_tensors(model)}
-        self._index_of = {id(block): index for index, block in enumerate(row.blocks)}
+        stand_ins = (*row.blocks, *(() if last is None else (last,)))
+        self._index_of = {id(block): index for index, block in enumerate(stand_ins)}
         self._slots: list[_Slot] = []
         self._copies: dict[int, nn.Module] = {}
         self._around: set[nn.Module] = set()
@@ -218,7 +222,9 @@ class CutForward:
         self.row, self.inputs, self._keywords = row, inputs, dict(keywords)
         self.shapes = {name: tuple(entry.shape[1:]) for name, entry in example.items()}
         self._below = Skeleton(model, row, is_hollow=False)
+        self._model = model
         self._above = Skeleton(model, row, is_hollow=True)
+        self._headless: Skeleton | None = None
         self._kept: _Kept | None = None
 
     def below(self, entries: Entries, *, training: bool) -> Tensor:
@@ -245,16 +251,50 @@ class CutForward:
         args, kwargs = call.given(own, self._samples_first(hidden))
         return self._samples_first(call.hidden_out(self.row.blocks[index](*args, **kwargs)))
 
-    def above(self, hidden: Tensor, entries: Entries, *, training: bool) -> Any:
-        """Return the model's answer, where its last block returns this hidden state."""
+    def above(
+        self,
+        hidden: Tensor,
+        entries: Entries,
+        *,
+        training: bool,
+        head: Callable[..., Tensor] | None = None,
+    ) -> Any:
+        """Return the model's answer, where its last block returns this hidden state.
+
+        Args:
+            head: what is called in the place of the module that `end_at` was given.
+        """
         last, own = len(self.row.blocks) - 1, self._samples_first(hidden)
+        skeleton = self._above if head is None else self._headless
+        assert skeleton is not None, "end_at comes first"
 
         def visit(index: int, given: Arguments) -> Any:
+            if index > last:
+                assert head is not None
+                return head(*given[0], **given[1])
             call = self.row.calls[index]
             return call.answered(own if index == last else call.hidden_in(given))
 
         given = self._given(entries, hidden)
-        return self._run(self._above, visit, given, hidden.device, training=training)
+        return self._run(skeleton, visit, given, hidden.device, training=training)
+
+    def end_at(self, module: nn.Module) -> None:
+        """Make a module's calls behind the blocks known to `above` and `headless`."""
+        self._headless = Skeleton(self._model, self.row, is_hollow=True, last=module)
+
+    def headless(self, hidden: Tensor, entries: Entries, *, training: bool) -> Tensor:
+        """Return what that module would be given, and run nothing behind it."""
+        got: list[Tensor] = []
+
+        def leave(given: Tensor) -> Tensor:
+            got.append(given)
+            raise Left
+
+        try:
+            self.above(hidden, entries, training=training, head=leave)
+        except Left:
+            return got[0]
+        raise RuntimeError("the model's forward has left out its head")
 
     def arguments(
         self, index: int, hidden: Tensor, entries: Entries, *, training: bool

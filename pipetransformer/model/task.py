@@ -20,17 +20,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopipe.loss import Loss
+from autopipe.loss import Loss, LossValue
 from pipetransformer.config import TrainConfig
 from pipetransformer.model.compiled_blocks import CompiledBlocks, num_frames
 from pipetransformer.model.layered_model import LayeredModel
 from pipetransformer.model.optimizers import OptimizerFactory
 from pipetransformer.model.precision import DTYPES, computing_in
+from pipetransformer.model.word_head import UnreadLogits
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,45 @@ class Task:
         trains = self.config.tied_weights == "train"
         return 0 if trains and self.model.shared_above(num_frozen) & self.trainable else num_frozen
 
+    @property
+    def leaves_out_logits(self) -> bool:
+        """Return whether the loss does without logits, wherever nobody else reads them."""
+        words = self.model.words
+        return words is not None and words.is_plain and self.loss_fn.takes_unread
+
+    def loss(
+        self, output: Tensor, target: Any, *, headless: bool = False, keeps_many: bool = False
+    ) -> LossValue:
+        """Return the loss of the head's output, or of what its linear layer would be given.
+
+        Args:
+            headless: whether it is that.
+            keeps_many: whether losses of other micro-batches are kept before its backward.
+        """
+        if not headless:
+            return self.loss_fn(output, target)
+        words = self.model.words
+        assert words is not None, "it leaves out logits"
+        many = keeps_many and words.linear.weight.requires_grad
+        # In float16 gradients are too small before the loss is scaled.
+        in_backward = many or self.computes_in == torch.float16
+        unread = UnreadLogits(output, words, self.computes_in, in_backward)
+        return self.loss_fn(unread, target)
+
     def call(
-        self, index: int, value: Tensor | Mapping[str, Tensor], *, sides: Mapping[str, Tensor]
+        self,
+        index: int,
+        value: Tensor | Mapping[str, Tensor],
+        *,
+        sides: Mapping[str, Tensor],
+        headless: bool = False,
     ) -> Tensor:
         """Run one sublayer as the run does; the last returns float32. See `LayeredModel.call`."""
         given = value if isinstance(value, Tensor) else next(iter(value.values()))
         is_last = index == len(self.model.sublayers) - 1
         with self.computing(given.device):
-            output = self.model.call(index, value, sides=sides)
-        return self.in_float32(output) if is_last else output
+            output = self.model.call(index, value, sides=sides, headless=headless)
+        return self.in_float32(output) if is_last and not headless else output
 
     def computing(self, device: torch.device) -> AbstractContextManager[None]:
         """Have several sublayers compute as the run does."""

@@ -77,6 +77,8 @@ class Results:
 class LayerWork(StageWork):
     """Run a stage's sublayers on micro-batches, with the entries each of them takes.
 
+    Args:
+        reads_logits: whether anything but the loss reads the model's output.
     Attributes:
         where: which step this is: the beginning of errors' texts.
         own: the micro-batches that this worker takes.
@@ -85,8 +87,11 @@ class LayerWork(StageWork):
 
     where = ""
 
-    def __init__(self, wiring: StageWiring, batches: MicroBatches) -> None:
+    def __init__(
+        self, wiring: StageWiring, batches: MicroBatches, *, reads_logits: bool = False
+    ) -> None:
         self._wiring = wiring
+        self._headless = wiring.is_last and not reads_logits and wiring.task.leaves_out_logits
         self.batches = batches
         self.own = wiring.turn.own(len(batches.sizes))
         self._parts: dict[int, Batch] = {}
@@ -149,7 +154,7 @@ class LayerWork(StageWork):
                 "layer must keep the sample as its first dimension"
             )
         if self._wiring.is_last:
-            return Payload((task.in_float32(value),))
+            return Payload((value if self._headless else task.in_float32(value),))
         del self._entries[micro_batch]
         return Payload((value,))
 
@@ -157,15 +162,20 @@ class LayerWork(StageWork):
         self, micro_batch: int, index: int, value: Tensor | Mapping[str, Tensor], entries: Batch
     ) -> Tensor:
         """Run one sublayer."""
-        return self._wiring.task.model.call(index, value, sides=entries)
+        return self._wiring.task.model.call(index, value, sides=entries, headless=self._headless)
 
     def _loss_of(self, micro_batch: int, output: Tensor, target: Any) -> LossValue:
-        loss_fn = self._wiring.task.loss_fn
+        task, plan = self._wiring.task, self._wiring.plan
+        loss_fn = partial(
+            task.loss,
+            headless=self._headless,
+            keeps_many=plan.schedule == "gpipe" and len(self.own) > 1,
+        )
         try:
             return loss_fn(output, target)
         except Exception as error:
             ids, given = self._ids_of(micro_batch), {"output": output.detach(), "target": target}
-            what = f"{self.where}the loss {loss_fn.name!r}"
+            what = f"{self.where}the loss {task.loss_fn.name!r}"
 
             def compute(part: dict[str, Any]) -> Any:
                 return loss_fn(part["output"], part["target"])
@@ -242,15 +252,15 @@ class TrainWork(LayerWork):
     def run_layer(
         self, micro_batch: int, index: int, value: Tensor | Mapping[str, Tensor], entries: Batch
     ) -> Tensor:
-        call = self._wiring.task.model.call
+        call = super().run_layer
         if index not in self._wiring.repeated:
             self._seed(micro_batch, index)
-            return call(index, value, sides=entries)
+            return call(micro_batch, index, value, entries)
 
         # The seed is part of what is repeated, so the state of generators need not be kept.
         def run(value: Tensor | Mapping[str, Tensor]) -> Tensor:
             self._seed(micro_batch, index)
-            return call(index, value, sides=entries)
+            return call(micro_batch, index, value, entries)
 
         version = value._version if isinstance(value, Tensor) else 0
         output: Tensor = checkpoint(
@@ -304,8 +314,10 @@ class EvaluationWork(LayerWork):
     def __init__(
         self, wiring: StageWiring, batches: MicroBatches, *, results: Results, probe: SplitProbe
     ) -> None:
-        super().__init__(wiring, batches)
-        self._results = results
+        metrics = wiring.task.config.metrics if results.has_metrics else {}
+        reads = results.kept is not None or bool(metrics)
+        super().__init__(wiring, batches, reads_logits=reads)
+        self._results, self._metrics = results, metrics
         self._probe = probe
 
     def finish(self, micro_batch: int, outputs: Payload) -> None:
@@ -319,8 +331,8 @@ class EvaluationWork(LayerWork):
             del self._entries[micro_batch]
             return
         target = self.target(micro_batch)
-        metrics = task.config.metrics if self._results.has_metrics else {}
-        if metrics is None:
+        metrics = self._metrics
+        if metrics is None:  # These read no logits of words, which have three dimensions.
             metrics = default_metrics(output, target, ignore_index=task.loss_fn.ignore_index)
         for name, metric in metrics.items():
             before = output._version  # Autograd counts writes in place.
