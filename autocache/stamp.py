@@ -48,7 +48,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     change goes unseen with a chance of at most 2**-33. Rows are trusted by stamps, not by this.
 
     Args:
-        tensors: in a fixed order; any dtype, all on one device. The host waits for it once.
+        tensors: in a fixed order; any dtype and device. The host waits once for all of one device.
     """
     shapes, small, sums = [], [], list[Tensor]()
     for tensor in tensors:
@@ -58,6 +58,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
             small.append(values)
         else:
             sums.append(_sum_of_words(values))
+    if len({one.device for one in (*small, *sums)}) > 1:
+        small, sums = [one.cpu() for one in small], [one.cpu() for one in sums]
     if small:  # Together, as each takes less time than to begin with it.
         sums.append(_sum_of_words(torch.cat(small)))
     numbers = torch.stack(sums).tolist() if sums else []

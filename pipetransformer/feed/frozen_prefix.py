@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter, contains, getitem
 
 from torch import Tensor, nn
@@ -111,6 +112,16 @@ class FrozenPrefix:
     def compare_values_next(self) -> None:
         """Have the next `stamp_anew_if_edited` compare values."""
         self._compares_values = True
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Have tensors stay known that get other memory within the block, of the same values."""
+        was_edited = self._versions() != self._stamped_versions
+        try:
+            yield
+        finally:
+            if not was_edited:
+                self._stamped_versions = self._versions()
 
     def _are_edited(self, *, compares_values: bool) -> bool:
         if self._versions() != self._stamped_versions:

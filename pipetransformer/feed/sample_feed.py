@@ -190,6 +190,15 @@ class SampleFeed:
         stats, self._stats = self._stats, CacheStats()
         return stats + self._cache.take_stats() if self._cache else stats
 
+    def num_lacking(self) -> int:
+        """Return how many samples, in all views, have no row."""
+        ids, num_views = torch.arange(len(self.dataset)), self._task.config.cache_views or 1
+        store = self.keeper.store
+        if self._cache is None or store is None or store.is_condemned():
+            return num_views * len(ids)
+        rows = torch.cat([self.keeper.row_ids(ids, view) for view in range(num_views)])
+        return int((~self._cache.hits(rows, depth=self.prefix.depth)).sum())
+
     def close(self) -> None:
         """Unmap the cache, and end the workers."""
         self._foreseen.close()
