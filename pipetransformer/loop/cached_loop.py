@@ -35,9 +35,9 @@ from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.randomness import generators_kept
 from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import PARTS, check_settings
+from pipetransformer.loop.settings import PARTS, check_settings, settings_of_parts
 from pipetransformer.loop.short_forward import learning
-from pipetransformer.model import named_parts, refuse_no_module, refuse_wrapper
+from pipetransformer.model import refuse_no_module, refuse_wrapper
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,20 +77,21 @@ def attach(
             looks at; `ignores_padding=True` promises that it reads nothing that the model returns
             of padding, as where it pools by the mask. `cache=False` freezes without rows; where
             it is not given, parts have rows if a usual batch shows that these save a tenth of a
-            step. An INFO log says what they take, and from which epoch on they pay.
+            step. An INFO log says what they take, and from which epoch on they pay. With
+            `release=True` parts leave their device once every sample has its row.
     Raises:
         TypeError: the model is a wrapper of torch's, or no model.
         ValueError: a setting is unknown or not allowed, or a policy lacks what it needs. A model
             without a row of blocks is refused where the first epoch begins, as its samples are
             needed to run it.
     """
-    check_settings(settings)
+    check_settings(settings, has_parts=bool(parts))
     refuse_no_module(model)
     refuse_wrapper(model)
     if parts:
         if dry_run:
             raise ValueError("parts= are frozen from the start, and a dry run freezes nothing")
-        model, settings[PARTS] = named_parts(model, parts, alone=freeze is None)
+        model, settings = settings_of_parts(model, parts, settings, alone=freeze is None)
         freeze = 0 if freeze is None else freeze
     if freeze is None or isinstance(freeze, nn.Module):
         raise ValueError(
@@ -266,7 +267,7 @@ class CachedLoop:
                 loader,
                 self._settings,
                 call=call if has_names else None,
-                freezes=False,
+                beside=self._rows,
             )
         weakref.finalize(self, rows.close)
         self._evaluations.append(rows)
@@ -361,6 +362,7 @@ class CachedLoop:
     def _end(self, rows: RowService, epoch: int) -> None:
         if rows.epoch == epoch and not sys.is_finalizing():
             rows.forward.is_awaited = False
+            rows.release()
             if self.stats.hits and not rows.forward.num_served and not self._has_told:
                 self._has_told = True
                 _LOGGER.warning(

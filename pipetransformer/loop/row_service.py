@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, final
 from weakref import WeakSet
 
@@ -31,6 +32,7 @@ from pipetransformer.loop.loaders import base_of, giving_indices
 from pipetransformer.loop.loop_model import look_at
 from pipetransformer.loop.model_watch import ModelWatch
 from pipetransformer.loop.randomness import generators_kept
+from pipetransformer.loop.released_parts import ReleasedParts
 from pipetransformer.loop.row_account import RowAccount, row_account
 from pipetransformer.loop.row_batches import LoopPlace, RowBatches
 from pipetransformer.loop.row_probe import RowProbe
@@ -50,7 +52,7 @@ class RowService:
 
     Args:
         keeps_to_labels: whether the loss reads no position that its label leaves out.
-        freezes: whether it freezes blocks; else another service of the model has done it.
+        beside: another service of the model, which has frozen its blocks.
     Raises:
         TypeError, ValueError: the loader's samples are not known by index, or the model cannot be
             cut.
@@ -68,10 +70,15 @@ class RowService:
         *,
         call: LoopCall | None = None,
         keeps_to_labels: bool = False,
-        freezes: bool = True,
+        beside: RowService | None = None,
     ) -> None:
-        self._model, self._freezes = model, freezes
-        self._settings = LoopSettings.of(settings, keeps_to_labels=keeps_to_labels)
+        self._model, self._freezes = model, beside is None
+        self._settings = known = LoopSettings.of(settings, keeps_to_labels=keeps_to_labels)
+        self._released: ReleasedParts | None = None if beside is None else beside._released
+        if beside is None and known.releases_beside is not None:
+            folder = known.config(base_of(loader)).cache_folder
+            models = (model, known.releases_beside)
+            self._released = ReleasedParts(known.parts, models, Path(folder))
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
         # What is shown of the model is of parts where so many blocks are frozen.
@@ -111,12 +118,15 @@ class RowService:
 
     def _take_up(self, calls: tuple[LoopCall, ...]) -> None:
         """Look at the model as it is called, and make all that serves it."""
+        self._bring_back()
         known = look_at(self._model, self._base, self._whole_form, calls, self._settings)
         self._known, self._blocks = known, FrozenBlocks(known)
         self.world: World = connect(self.device.type, timeout_s=self.task.config.setup_timeout_s)
         self._batches = RowBatches(
             known, self.world, self._place, self._settings, learn=self._learn
         )
+        if self._released is not None:
+            self._released.users.add(self._batches)
 
     @property
     def epoch(self) -> int:
@@ -263,6 +273,7 @@ class RowService:
         """Freeze so many blocks, and have rows of what is frozen. Collective."""
         if num_frozen == self._num_frozen:
             return
+        self._bring_back()
         if self._parts is not None:
             self._set_parts(self._parts, num_frozen)
             return
@@ -420,6 +431,7 @@ class RowService:
         if self._base.num_workers and not self._base.persistent_workers:
             self.feed.end_workers()  # As the loader's own begin anew with each epoch.
         self._batches.announce(drawn)
+        self.release()
 
     def made(self, indices: list[int]) -> Any:
         """Return a batch in the loader's form, whose entries know its rows."""
@@ -447,6 +459,21 @@ class RowService:
                     self.made(batch)
                     bar.update(len(batch))
                     bar.set_postfix_str(f"{self.num_bytes / 2**20:.0f} MiB", refresh=False)
+        self.release()
+
+    def release(self) -> None:
+        """Have parts leave their device where that is asked for, and every sample has its row."""
+        if self._released is None or not self._freezes or not self.may_serve:
+            return
+        if num_lacking := self.feed.num_lacking():
+            _LOGGER.info("parts stay on their device, as %d rows are missing", num_lacking)
+        else:
+            self._released.leave()
+
+    def _bring_back(self) -> None:
+        """Have parts on their device, as looks at the model run them, and compare buffers."""
+        if self._released is not None:
+            self._released.come_back("the model is looked at")
 
     @property
     def num_bytes(self) -> int:
@@ -474,6 +501,9 @@ class RowService:
         self._note_stats()
         self._batches.close()
         self.world.close()
+        if self._released is not None and self._freezes:
+            self._released.close()
+        self._released = None
 
 
 def _refuse_prompts(model: nn.Module) -> None:

@@ -21,8 +21,7 @@ from autocache import CacheStats
 from freeze import FreezeChoice
 from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import CACHE, PARTS, check_settings
-from pipetransformer.model import named_parts
+from pipetransformer.loop.settings import CACHE, check_settings, settings_of_parts
 
 
 class ServingObserver(FreezeObserver):
@@ -52,7 +51,7 @@ class ServingObserver(FreezeObserver):
         layers: Sequence[nn.Module] | None = None,
         **settings: Any,
     ) -> None:
-        check_settings(settings)
+        check_settings(settings, has_parts=bool(parts))
         if settings and cache is False:
             raise ValueError(
                 f"cache=False keeps no rows, so that {', '.join(sorted(settings))} would have no "
@@ -96,7 +95,8 @@ class ServingObserver(FreezeObserver):
         asked = {} if precision is None else {"precision": precision}
         settings = {**asked, **self._settings}
         if self._parts:
-            model, settings[PARTS] = named_parts(model, self._parts, alone=not self.watches)
+            is_alone = not self.watches
+            model, settings = settings_of_parts(model, self._parts, settings, alone=is_alone)
         try:
             # Losses of trainers leave out what labels do: padding.
             self._rows = RowService(model, loader, settings, keeps_to_labels=True)

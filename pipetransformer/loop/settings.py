@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, final
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetransformer.config import TrainConfig, make_config
+from pipetransformer.model import named_parts
 
 SETTINGS = (
     "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
@@ -20,8 +21,8 @@ SETTINGS = (
 """Fields of `TrainConfig` that a loop may set."""
 
 _READS, _IGNORES = "reads", "ignores_padding"
-CACHE, PARTS = "cache", "parts"
-"""The second one is not set by a user, but from what `attach` is given."""
+CACHE, RELEASE, PARTS = "cache", "release", "parts"
+"""The last one is not set by a user, but by `settings_of_parts`."""
 _USUAL_BATCH = 32
 
 
@@ -38,6 +39,7 @@ class LoopSettings:
         keeps_to_labels: whether the loss reads no position that its label leaves out.
         parts: modules whose answers are rows, by name; where there are none, blocks freeze.
         caches: whether rows are kept; None keeps those of parts where that pays.
+        releases_beside: where parts leave their device, the model whose other weights stay.
     """
 
     cache: Mapping[str, Any]
@@ -46,6 +48,7 @@ class LoopSettings:
     keeps_to_labels: bool = False
     parts: Mapping[str, nn.Module] = field(default_factory=dict)
     caches: bool | None = None
+    releases_beside: nn.Module | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, keeps_to_labels: bool = False) -> LoopSettings:
@@ -53,7 +56,8 @@ class LoopSettings:
         cache = {name: value for name, value in settings.items() if name in SETTINGS}
         reads, ignores = tuple(settings.get(_READS, ())), bool(settings.get(_IGNORES))
         parts, caches = settings.get(PARTS, {}), settings.get(CACHE)
-        return cls(cache, reads, ignores, keeps_to_labels, parts, caches)
+        beside = settings.get(RELEASE) or None
+        return cls(cache, reads, ignores, keeps_to_labels, parts, caches, beside)
 
     def config(self, loader: DataLoader[Any]) -> TrainConfig:
         """Return the settings of a run that reads as a loader does."""
@@ -71,16 +75,53 @@ class LoopSettings:
         return make_config({**self.cache, **own})
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any], *, has_parts: bool) -> None:
     """Raise a ValueError for settings that are unknown or not allowed."""
-    known = (*SETTINGS, _READS, _IGNORES, CACHE)
+    known = (*SETTINGS, _READS, _IGNORES, CACHE, RELEASE)
     if unknown := sorted(settings.keys() - set(known)):
         near = [one for name in unknown for one in get_close_matches(name, known, n=1)]
         meant = f"; did you mean {', '.join(near)}?" if near else f"; known: {', '.join(known)}"
         raise ValueError(f"unknown setting(s) {', '.join(unknown)}{meant}")
     if (cache := settings.get(CACHE)) not in (None, True, False):
         raise ValueError(f"cache={cache!r}: give True, False, or leave it out")
+    if (release := settings.get(RELEASE, False)) not in (True, False):
+        raise ValueError(f"release={release!r}: give True, False, or leave it out")
+    if release and (not has_parts or cache is False):
+        raise ValueError(
+            "release=True moves parts= off their device while rows take their place: give parts=, "
+            "and no cache=False, or leave it out"
+        )
     reads = settings.get(_READS, ())
     if isinstance(reads, str) or not all(isinstance(name, str) for name in reads):
         raise ValueError(f"reads={reads!r} names no entries; give a tuple of names")
     make_config({name: value for name, value in settings.items() if name in SETTINGS})
+
+
+def settings_of_parts(
+    model: nn.Module,
+    parts: Sequence[str | nn.Module],
+    settings: Mapping[str, Any],
+    *,
+    alone: bool,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the module that a loop calls, and the settings with its parts.
+
+    Args:
+        alone: whether nothing else freezes.
+    Raises:
+        TypeError, ValueError: there are no such parts, or nowhere that they could be released to.
+    """
+    root, named = named_parts(model, parts, alone=alone)
+    own: dict[str, Any] = {**settings, PARTS: named}
+    if settings.get(RELEASE):
+        own[RELEASE] = model
+        config = make_config({n: value for n, value in settings.items() if n in SETTINGS})
+        weights = (p for part in named.values() for p in part.parameters())
+        is_on_cpu = all(p.device.type == "cpu" for p in weights)
+        if is_on_cpu and config.cache_folder == TrainConfig.cache_folder:
+            raise ValueError(
+                "release=True moves parts of a model on the CPU to a file, and cache_folder="
+                f"{config.cache_folder} is memory itself: give cache_folder=, a folder on a disk; "
+                "or move the model to its device first"
+            )
+    return root, own

@@ -163,6 +163,11 @@ class ShortForward:
         module.forward = _Forward(module, own, served)
         self._replaced.append(module)
 
+    @property
+    def is_serving(self) -> bool:
+        """Return whether a forward is under way that has rows."""
+        return self._rows is not None
+
     def give_back(self) -> None:
         """Let blocks run as they did."""
         for block in self._replaced:
