@@ -30,6 +30,7 @@ from freeze import FreezeChoice, FreezeSchedule, chosen_policy, find_layers
 from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.epoch_policy import EpochPolicy
+from pipetransformer.loop.evaluation_rows import EvaluationRows
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
 from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.loaders import base_of, giving_indices
@@ -42,8 +43,6 @@ from pipetransformer.model import refuse_no_module, refuse_wrapper
 _LOGGER = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_MOST_EVALUATIONS = 4
-"""Data sets that are evaluated on, whose rows stay."""
 
 
 def attach(
@@ -156,10 +155,9 @@ class CachedLoop:
         self._model, self._freezes, self._settings = model, freezes, dict(settings)
         self._num_begun = self.num_frozen = 0
         self._rows: RowService | None = None
-        self._evaluations = list[RowService]()
+        self._evaluations = EvaluationRows(model, self._settings)
         self._within: object = None  # An epoch that has begun, and not ended.
         self._is_closed = self._has_told = False
-        self._evaluating: RowService | None = None
         # At `close`, or where the loop is dropped.
         self._never_begun = weakref.finalize(
             self,
@@ -225,53 +223,19 @@ class CachedLoop:
         if self._rows is None or not self._rows.may_serve or not has_samples:
             yield from loader
             return
-        training, rows = self._rows.forward, None
-        training.pause()
+        evaluations = self._evaluations
+        rows = evaluations.begin(loader, self._rows)
+        epoch = rows.epoch
         try:
-            self._evaluating = rows = self._evaluation_rows(loader)
-            rows.epoch = epoch = rows.epoch + 1
-            with torch.inference_mode(False):
-                rows.forward.resume()
-                rows.set_depth(self.num_frozen)
-            rows.forget_stats()
             for batch in rows.batches(loader) if rows.may_serve else loader:
                 yield batch
-                if self._evaluating is not rows or rows.epoch != epoch:
-                    raise ValueError("this evaluation has ended, as the loop has begun an epoch")
+                if evaluations.now is not rows or rows.epoch != epoch:
+                    raise ValueError(
+                        "this evaluation has ended, as the loop has begun an epoch, or was closed"
+                    )
         finally:
-            if rows is None:
-                training.resume()
-            elif self._evaluating is rows and rows.epoch == epoch:
-                self._end_evaluation()
-
-    def _end_evaluation(self) -> None:
-        rows, self._evaluating = self._evaluating, None
-        if rows is not None and self._rows is not None and not self._is_closed:
-            rows.forward.pause()
-            self._rows.forward.resume()
-
-    def _evaluation_rows(self, loader: DataLoader[Any]) -> RowService:
-        assert self._rows is not None
-        for rows in self._evaluations:
-            if rows.serves(loader):
-                rows.refuse_another(loader)
-                return rows
-        if len(self._evaluations) == _MOST_EVALUATIONS:
-            self._evaluations.pop(0).close()
-        call, base = self._rows.call, base_of(loader)
-        with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
-            with own_random_numbers(_CPU):
-                has_names = {*call.parameters} <= {*self._form(base).names}
-            rows = RowService(
-                self._model,
-                loader,
-                self._settings,
-                call=call if has_names else None,
-                beside=self._rows,
-            )
-        weakref.finalize(self, rows.close)
-        self._evaluations.append(rows)
-        return rows
+            if evaluations.now is rows and rows.epoch == epoch:
+                evaluations.end()
 
     def fill(self, loader: DataLoader[Any]) -> CacheStats:
         """Compute the rows that samples lack, without training, and return how many had some.
@@ -313,13 +277,13 @@ class CachedLoop:
             raise ValueError("this loop was closed; attach the model anew")
 
     def _refuse_evaluating(self) -> None:
-        if self._evaluating is not None:
+        if self._evaluations.now is not None:
             raise ValueError("an evaluation is under way: end it, or close its iterator")
 
     def _batches(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._never_begun.detach()
         self._refuse_closed()
-        self._end_evaluation()  # One may have been left, and its iterator kept.
+        self._evaluations.end()  # One may have been left, and its iterator kept.
         own = self._within = object()
         try:
             yield from self._served(loader)
@@ -445,9 +409,9 @@ class CachedLoop:
         self._is_closed = True
         self._never_begun()
         self._stop_watching()
-        for rows in (self._rows, *self._evaluations):
-            if rows is not None:
-                rows.close()
+        self._evaluations.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def _stop_watching(self) -> None:
         if isinstance(self._freezes, EpochPolicy):

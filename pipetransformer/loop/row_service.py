@@ -251,6 +251,11 @@ class RowService:
         return set() if self._parts is None else self._parts.weights
 
     @property
+    def num_frozen(self) -> int:
+        """Return how many blocks are frozen; -1 before any was asked for."""
+        return self._num_frozen
+
+    @property
     def depth(self) -> int:
         return self.feed.prefix.depth
 
