@@ -157,19 +157,24 @@ class _Announced(_InPlaceOf[Any]):
     def _batches(self, batches: Iterator[Any]) -> Iterator[list[int]]:
         states = states_of(self._owners)  # Behind the seed that a loader draws.
         drawn: list[list[int]] = []
-        num, begun = 0, None
-        for ids in islice(batches, self._num()):
+        num, begun, due, draws_each = 0, None, self._num(), False
+        for ids in islice(batches, due):
             drawn.append(list(ids))
             num += len(ids)
             if begun is None:
                 begun = states_of(self._owners)
+            elif len(drawn) == 2 and due != 2:
+                draws_each = begun.differ()
             if num > self._most:
                 raise ValueError(
                     f"the loader's sampler gives each sample more than {_MOST_ROUNDS} times in "
                     "an epoch, and seems to have no end; all of an epoch's indices are drawn at "
                     "its start, so give it an end"
                 )
-        if begun is not None and begun.differ() and not self._reads_ahead:
+        # To give its last batch, accelerate's sampler of a rank draws all, counts an epoch, and
+        # moves a generator that nobody else draws from: it must not begin anew.
+        draws_each = draws_each or (begun is not None and begun.differ(held=False))
+        if draws_each and not self._reads_ahead:
             # It draws numbers for each batch, between those of the loop: so it must go on.
             states.put_back()
             self._announce([])

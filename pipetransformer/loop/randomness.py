@@ -128,9 +128,10 @@ class States:
     numpys: Any
     held: list[tuple[Any, Any]]
 
-    def differ(self) -> bool:
-        """Return whether any has moved on."""
-        return self.told != _told([generator for generator, _ in self.held])
+    def differ(self, *, held: bool = True) -> bool:
+        """Return whether any has moved on; without `held`, whether any of all has."""
+        now = _told([generator for generator, _ in self.held])
+        return self.told != now if held else bool(self.told[0] != now[0])
 
     def put_back(self) -> None:
         torch.set_rng_state(self.torchs)

@@ -10,8 +10,10 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler
 
+from pipetransformer.loop.loaders import base_of, giving_indices
 from tests.helpers.any_models import KINDS, data
 from tests.pipetransformer.loop.test_cached_loop import Samples
 from tests.pipetransformer.loop.test_foreign_loops import Loop, assert_equal
@@ -65,6 +67,23 @@ def test_rows_serve_a_loader_that_looks_one_batch_ahead(
     assert_equal(lambda loop: (loops.append(loop), loop.train(3))[0], TEXTS, tmp_path, make)
     assert loops[1].cached.stats.hits >= 7
     assert "given other inputs" not in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_s_samples_are_as_accelerate_draws_them(rank: int) -> None:
+    # Its sampler ends with a last batch that is to be shared, and counts an epoch: begun anew, it
+    # gave each epoch the next one's order.
+    def make() -> Any:
+        return prepare_data_loader(
+            DataLoader[Any](list(range(12)), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+            num_processes=2, process_index=rank, use_seedable_sampler=True, data_seed=5,
+        )  # fmt: skip
+
+    plain, served, announced = make(), make(), list[Any]()
+    for _ in range(3):
+        with giving_indices(base_of(served), announced.append, torch.tensor, draws=True):
+            batches = [batch.tolist() for batch in served]
+        assert batches == announced[-1] == [batch.tolist() for batch in plain]
 
 
 def test_batches_that_were_taken_long_ago_run_from_the_start(tmp_path: Path) -> None:
