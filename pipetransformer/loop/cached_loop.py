@@ -219,12 +219,11 @@ class CachedLoop:
     def _evaluated(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._refuse_closed()
         self._refuse_evaluating()
-        has_samples = len(base_of(loader).dataset) > 0  # type: ignore[arg-type]
-        if self._rows is None or not self._rows.may_serve or not has_samples:
+        training, evaluations = self._rows, self._evaluations
+        if training is None or not evaluations.may_serve(loader, training):
             yield from loader
             return
-        evaluations = self._evaluations
-        rows = evaluations.begin(loader, self._rows)
+        rows = evaluations.begin(loader, training)
         epoch = rows.epoch
         try:
             for batch in rows.batches(loader) if rows.may_serve else loader:

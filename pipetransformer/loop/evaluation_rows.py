@@ -8,7 +8,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.batch_form import BatchForm
@@ -18,7 +17,7 @@ from pipetransformer.loop.row_service import RowService
 from pipetransformer.loop.settings import PARTS
 
 _CPU = torch.device("cpu")
-_MOST_EVALUATIONS = 4
+MOST_EVALUATIONS = 4
 """Data sets whose rows stay."""
 
 
@@ -38,25 +37,46 @@ class EvaluationRows:
         self.now: RowService | None = None
         self._training: RowService | None = None
 
-    def begin(self, loader: DataLoader[Any], training: RowService) -> RowService:
+    def may_serve(self, loader: Any, training: RowService | None) -> bool:
+        """Return whether there is anything to serve a loader's batches with."""
+        if training is None or not training.may_serve:
+            return False
+        return len(base_of(loader).dataset) > 0  # type: ignore[arg-type]
+
+    def begin(self, loader: Any, training: RowService) -> RowService:
         """Return what serves a loader until `end`; the training's rows rest. Collective.
 
+        Several may begin; the last one serves the model, until `turn_to`.
+
         Raises:
-            TypeError, ValueError: see `RowService`.
+            TypeError, ValueError: see `RowService`; then all is as it was.
         """
-        training.forward.pause()
-        self._training = training
+        before, self.now, self._training = self.now, None, training
+        (before or training).forward.pause()
         try:
-            self.now = rows = self._of(loader, training)
+            rows = self._of(loader, training)
+            self.turn_to(rows)
             rows.epoch += 1
             with torch.inference_mode(False):
-                rows.forward.resume()
                 rows.set_depth(training.num_frozen)
         except BaseException:
-            self.end()
+            if before is None:
+                self.end()
+            else:
+                self.turn_to(before)
             raise
         rows.forget_stats()
         return rows
+
+    def turn_to(self, rows: RowService) -> None:
+        """Have this service serve the model from now on."""
+        if self.now is rows:
+            return
+        if self.now is not None:
+            self.now.forward.pause()
+        self.now = rows
+        with torch.inference_mode(False):  # What is kept serves loops in any mode.
+            rows.forward.resume()
 
     def end(self) -> None:
         """Have the training's rows serve again, if an evaluation is under way."""
@@ -72,12 +92,13 @@ class EvaluationRows:
         for rows in self._services:
             rows.close()
 
-    def _of(self, loader: DataLoader[Any], training: RowService) -> RowService:
-        for rows in self._services:
+    def _of(self, loader: Any, training: RowService) -> RowService:
+        for place, rows in enumerate(self._services):
             if rows.serves(loader):
                 rows.refuse_another(loader)
+                self._services.append(self._services.pop(place))
                 return rows
-        if len(self._services) == _MOST_EVALUATIONS:
+        if len(self._services) == MOST_EVALUATIONS:
             self._services.pop(0).close()
         call, base = training.call, base_of(loader)
         with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from freeze import FreezeChoice
 from pipetransformer.loop.loaders import base_of
@@ -59,6 +60,9 @@ class LightningFreezeCallback(ServingObserver, Callback):
         if self.makes_rows:
             model, precision = _part(pl_module, self._name), _PRECISIONS.get(trainer.precision)
             self.begin_rows(model, trainer.train_dataloader, precision=precision)
+            # No hook is called before it has begun its loaders' iterators.
+            validation = trainer.fit_loop.epoch_loop.val_loop
+            self.serve_evaluations(validation, "run", lambda: _validated(trainer, validation))
         self._num_seen = trainer.global_step
         if not self._num_seen:
             self.forget()
@@ -92,6 +96,11 @@ class LightningFreezeCallback(ServingObserver, Callback):
         self.end_update()
         self.end_step(self._num_seen)
 
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.turn_to(dataloader_idx)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -123,6 +132,12 @@ class LightningFreezeCallback(ServingObserver, Callback):
             if own is not None:
                 after.callback(own.set_state, own.get_state())
             iter(trainer.fit_loop._data_fetcher)
+
+
+def _validated(trainer: Any, validation: Any) -> list[Any]:
+    """Return the loaders of a validation within the training, in their order."""
+    validation.setup_data()  # As it does itself, where they may be new ones.
+    return tree_leaves(trainer.val_dataloaders)
 
 
 def _part(module: nn.Module, name: str | None) -> nn.Module:

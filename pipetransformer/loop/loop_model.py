@@ -198,7 +198,8 @@ class LoopModel:
             self.collation.targets,
         )
         is_apart = bool(settings.parts) and not is_whole and not is_alone
-        self.is_read_whole = bool(settings.reads or self.bundle_names) or is_alone or is_apart
+        is_asked = bool(settings.reads) or settings.reads_all
+        self.is_read_whole = is_asked or bool(self.bundle_names) or is_alone or is_apart
         if is_apart:
             calls = (replace(call, parameters=taken),)
             form = replace(self.form, names=tuple(taken), is_whole=False)

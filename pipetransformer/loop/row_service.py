@@ -28,7 +28,12 @@ from pipetransformer.loop.batch_form import BatchForm
 from pipetransformer.loop.forward_call import LoopCall, guessed_call
 from pipetransformer.loop.frozen_blocks import FrozenBlocks
 from pipetransformer.loop.frozen_parts import FrozenParts
-from pipetransformer.loop.loaders import base_of, giving_indices
+from pipetransformer.loop.loaders import (
+    base_of,
+    giving_indices,
+    is_same_dataset,
+    is_same_function,
+)
 from pipetransformer.loop.loop_model import look_at
 from pipetransformer.loop.model_watch import ModelWatch
 from pipetransformer.loop.randomness import generators_kept
@@ -233,7 +238,8 @@ class RowService:
         """Return whether a loader has the data set and collate_fn that were looked at."""
         base, samples = base_of(loader), self._known.whole
         function = samples.collation.function or default_collate
-        return base.dataset is samples.dataset and base.collate_fn == function
+        is_same = is_same_dataset(base.dataset, samples.dataset)
+        return is_same and is_same_function(base.collate_fn, function)
 
     @property
     def call(self) -> LoopCall:

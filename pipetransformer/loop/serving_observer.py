@@ -5,23 +5,28 @@ training begins            begin_rows: look at the model and the samples
 an epoch begins            take_over: the loader gives cached batches
 its first batch is there   let_go: the loader is as it was
 a look at the weights      freeze, and have rows of that depth
+an evaluation              within `evaluating`: it has rows of its own
 training ends              end_rows
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from autocache import CacheStats
 from freeze import FreezeChoice
+from pipetransformer.loop.evaluation_rows import MOST_EVALUATIONS, EvaluationRows
 from pipetransformer.loop.freeze_observer import FreezeObserver
 from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import CACHE, check_settings, settings_of_parts
+from pipetransformer.loop.settings import CACHE, READS_ALL, check_settings, settings_of_parts
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class ServingObserver(FreezeObserver):
@@ -74,7 +79,11 @@ class ServingObserver(FreezeObserver):
         self.keeps_outputs = cache is not False
         self.makes_rows = self.keeps_outputs and not dry_run
         self._settings, self._parts = {**settings, CACHE: cache}, tuple(parts)
-        self._swap = ExitStack()
+        self._swap, self._evaluation_swap = ExitStack(), ExitStack()
+        self._after_training = ExitStack()
+        self._evaluations: EvaluationRows | None = None
+        self._evaluated = dict[int, RowService]()
+        self._has_told = False
         self._stats = CacheStats()
 
     @property
@@ -104,6 +113,8 @@ class ServingObserver(FreezeObserver):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}. Or freeze without rows: cache=False") from error
         self._at_the_end = weakref.finalize(self, self._rows.close)
+        # Metrics may look at all entries, and at all that the model returns.
+        self._evaluations = EvaluationRows(model, {**settings, READS_ALL: True})
         if not self.watches:
             self._rows.set_depth(0)
 
@@ -120,9 +131,69 @@ class ServingObserver(FreezeObserver):
         """Give the loader what it had; the iterator that it has begun goes on."""
         self._swap.close()
 
+    def serve_evaluations(
+        self, owner: Any, name: str, loaders_of: Callable[..., Sequence[Any]]
+    ) -> None:
+        """Have a trainer's method, which evaluates, run within `evaluating` from now on.
+
+        Args:
+            loaders_of: what the method reads, by what it is given.
+        """
+        run = getattr(owner, name)
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self.evaluating(*loaders_of(*args, **kwargs)):
+                return run(*args, **kwargs)
+
+        # On the object, as a method that somebody else has put there, which comes back.
+        own = {name: vars(owner)[name]} if name in vars(owner) else {}
+        vars(owner)[name] = evaluate
+        self._after_training.callback(vars(owner).update, own)
+        self._after_training.callback(vars(owner).pop, name)
+
+    @contextmanager
+    def evaluating(self, *loaders: Any) -> Iterator[None]:
+        """Have iterations of other loaders that begin within the block give cached batches.
+
+        Where several follow each other, `turn_to` says which one's batch comes next.
+        """
+        training, evaluations = self._rows, self._evaluations
+        if training is None or evaluations is None or evaluations.now is not None:
+            yield
+            return
+        with self._evaluation_swap:
+            self._evaluation_swap.callback(evaluations.end)
+            self._evaluation_swap.callback(self._evaluated.clear)
+            for place, loader in enumerate(loaders[:MOST_EVALUATIONS]):
+                try:
+                    if not evaluations.may_serve(loader, training):
+                        continue
+                    rows = evaluations.begin(loader, training)
+                except Exception as error:  # Any: a collate_fn may fail as it likes.
+                    self._tell_once(error)
+                    continue
+                if rows.may_serve:
+                    self._evaluation_swap.enter_context(rows.taken_over(loader))
+                    self._evaluated[place] = rows
+            yield
+
+    def turn_to(self, place: int) -> None:
+        """Serve batches of that loader from now on."""
+        if self._evaluations is not None and place in self._evaluated:
+            self._evaluations.turn_to(self._evaluated[place])
+
+    def _tell_once(self, error: Exception) -> None:
+        if not self._has_told:
+            self._has_told = True
+            _LOGGER.warning("evaluations run what is frozen, as they cannot have rows: %s", error)
+
     def end_rows(self) -> None:
         """Have the model run from its start again, and free the rows."""
         self.let_go()
+        self._after_training.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
+            self._evaluations = None
         if self._rows is not None:
             self._stats = self._rows.stats
             self._at_the_end()

@@ -21,8 +21,8 @@ SETTINGS = (
 """Fields of `TrainConfig` that a loop may set."""
 
 _READS, _IGNORES = "reads", "ignores_padding"
-CACHE, RELEASE, PARTS = "cache", "release", "parts"
-"""The last one is not set by a user, but by `settings_of_parts`."""
+CACHE, RELEASE, PARTS, READS_ALL = "cache", "release", "parts", "reads_all"
+"""The last two are not set by a user, but by `settings_of_parts`, or by a callback."""
 _USUAL_BATCH = 32
 
 
@@ -35,6 +35,7 @@ class LoopSettings:
         cache: fields of `TrainConfig`.
         reads: names of entries that are read though rows make them needless, as the loop looks at
             them.
+        reads_all: whether all entries are read, as nobody knows what the loop looks at.
         ignores_padding: whether the loop reads nothing that the model returns of padding.
         keeps_to_labels: whether the loss reads no position that its label leaves out.
         parts: modules whose answers are rows, by name; where there are none, blocks freeze.
@@ -44,6 +45,7 @@ class LoopSettings:
 
     cache: Mapping[str, Any]
     reads: tuple[str, ...] = ()
+    reads_all: bool = False
     ignores_padding: bool = False
     keeps_to_labels: bool = False
     parts: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -57,7 +59,8 @@ class LoopSettings:
         reads, ignores = tuple(settings.get(_READS, ())), bool(settings.get(_IGNORES))
         parts, caches = settings.get(PARTS, {}), settings.get(CACHE)
         beside = settings.get(RELEASE) or None
-        return cls(cache, reads, ignores, keeps_to_labels, parts, caches, beside)
+        reads_all = bool(settings.get(READS_ALL))
+        return cls(cache, reads, reads_all, ignores, keeps_to_labels, parts, caches, beside)
 
     def config(self, loader: DataLoader[Any]) -> TrainConfig:
         """Return the settings of a run that reads as a loader does."""

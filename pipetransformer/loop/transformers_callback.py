@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from typing import Any, final
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from pipetransformer.loop.serving_observer import ServingObserver
@@ -42,6 +43,9 @@ class FreezeCallback(ServingObserver, TrainerCallback):
         if self.makes_rows:
             precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
             self.begin_rows(model, loader, precision=precision)
+            if (trainer := _trainer_of(self)) is not None:
+                # Evaluations and predictions of all its subclasses come by it.
+                self.serve_evaluations(trainer, "evaluation_loop", _evaluated)
         try:
             self.forget()
             if state.global_step:
@@ -98,6 +102,25 @@ class FreezeCallback(ServingObserver, TrainerCallback):
                 _STATE,
                 state.global_step,
             )
+
+
+def _trainer_of(callback: TrainerCallback) -> Trainer | None:
+    """Return the trainer that calls a callback, on whose evaluations no callback is called before.
+
+    transformers tells a callback everything but that, so the calls under way are looked through.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if isinstance(own, Trainer) and callback in own.callback_handler.callbacks:
+            return own
+        frame = frame.f_back
+    return None
+
+
+def _evaluated(dataloader: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+    """Return what `Trainer.evaluation_loop` reads."""
+    return (dataloader,)
 
 
 def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
