@@ -71,9 +71,13 @@ class RowProof:
         mine, theirs = fresh[HIDDEN], kept[HIDDEN]
         mask = self.content.padding_mask
         if mask is not None and by_position(mine, fresh[mask].shape[1]):
-            # Padding is computed, but not kept.
-            own = torch.arange(mine.shape[1]) < own_lengths(fresh[mask])[:, None]
-            mine, theirs = mine[own], theirs[own]
+            # Padding is computed, but not kept; a sample's other text may be the longer one.
+            lengths = own_lengths(fresh[mask])
+            num = min(mine.shape[1], theirs.shape[1])
+            if int(lengths.max()) > num:
+                return False
+            own = torch.arange(num) < lengths[:, None]
+            mine, theirs = mine[:, :num][own], theirs[:, :num][own]
         return are_alike(mine, theirs, rounded_to=self.content.dtype)
 
     def _fetch(self, store: KeptStore | None, depth: int, ids: Tensor, rows: Tensor) -> Batch:

@@ -31,6 +31,7 @@ _HARMLESS = {
     "_frozen_in_place", _AT_FIRST_FORWARD,
 }  # fmt: skip
 """Attributes that change no number. TRL's DPO makes some anew in each step."""
+_UNCOUNTED = ("forward", *_HARMLESS)
 _HARMLESS_HOOKS = {"make_inputs_require_grads", "output_capturing_hook"}
 
 _VERSION = operator.attrgetter("_version")
@@ -152,10 +153,8 @@ class ModelWatch:
         return [*map(dict.get, self._attributes, repeat("forward"))]
 
     def _sizes_now(self) -> list[int]:
-        """Return how many attributes each module has, but those that come with a first forward."""
-        return [
-            len(own) - ("forward" in own) - (_AT_FIRST_FORWARD in own) for own in self._attributes
-        ]
+        """Return how many attributes each module has, but those that change no number."""
+        return [len(own) - sum(map(own.__contains__, _UNCOUNTED)) for own in self._attributes]
 
     def _values_now(self) -> list[tuple[Any, ...]]:
         pairs = zip(self._getters, self._containers, strict=True)
