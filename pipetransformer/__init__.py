@@ -52,7 +52,15 @@ from pipetransformer.errors import (
     VerificationError,
     WorkerFailedError,
 )
-from pipetransformer.loop import CachedLoop, FreezeAdvice, TopAnswer, TopLogits, attach
+from pipetransformer.loop import (
+    CachedLoop,
+    FreezeAdvice,
+    TokenAnswer,
+    TokenLogProbs,
+    TopAnswer,
+    TopLogits,
+    attach,
+)
 from pipetransformer.model import LayeredModel, Sublayer, adamw, named_optimizer, register_adapter
 from pipetransformer.processes import launch
 from pipetransformer.report import Callback, FitReport
@@ -71,11 +79,11 @@ __all__ = [
     "NonFiniteError", "PaperRule", "PeerError", "PipelinePlan", "PlanRequest", "PlanSituation",
     "Plasticity", "PolicyError", "PredictionOutput", "Profile", "QuietUpdates", "Recorder",
     "Replay", "Ring", "Span", "StashedPipeline", "StepResult", "Sublayer", "Summary",
-    "TimeBudget", "TopAnswer", "TopLogits", "Trace", "TrainConfig", "Trainer", "Verification",
-    "VerificationError", "WorkerFailedError", "adamw", "attach", "balance", "cosine_with_warmup",
-    "fastest_plan", "flatten_sequential", "is_checkpointing", "is_recomputing", "launch",
-    "named_optimizer", "named_schedule", "published_plan",
-    "register_adapter", "restore_batch_norm", "skip",
+    "TimeBudget", "TokenAnswer", "TokenLogProbs", "TopAnswer", "TopLogits", "Trace",
+    "TrainConfig", "Trainer", "Verification", "VerificationError", "WorkerFailedError",
+    "adamw", "attach", "balance", "cosine_with_warmup", "fastest_plan", "flatten_sequential",
+    "is_checkpointing", "is_recomputing", "launch", "named_optimizer", "named_schedule",
+    "published_plan", "register_adapter", "restore_batch_norm", "skip",
 ]  # fmt: skip
 
 # Not in __all__: who imports all of it may lack a framework.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipetransformer.loop.cached_loop import CachedLoop, attach
 from pipetransformer.loop.freeze_advice import FreezeAdvice
 from pipetransformer.loop.part_check import refuse_wrong_rows
+from pipetransformer.loop.token_log_probs import TokenAnswer, TokenLogProbs
 from pipetransformer.loop.top_logits import TopAnswer, TopLogits
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from pipetransformer.loop.transformers_callback import FreezeCallback
 
 __all__ = [
-    "CachedLoop", "FreezeAdvice", "FreezeCallback", "LightningFreezeCallback", "TopAnswer",
-    "TopLogits", "attach", "refuse_wrong_rows",
+    "CachedLoop", "FreezeAdvice", "FreezeCallback", "LightningFreezeCallback", "TokenAnswer",
+    "TokenLogProbs", "TopAnswer", "TopLogits", "attach", "refuse_wrong_rows",
 ]  # fmt: skip
 
 _LAZY = {

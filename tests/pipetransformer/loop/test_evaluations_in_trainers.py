@@ -25,6 +25,7 @@ from transformers import (
 
 from pipetransformer import FreezeCallback
 from tests.helpers.hf_runs import numbers
+from tests.helpers.marks import slow
 from tests.helpers.part_models import CASES
 from tests.helpers.pool import Pool
 
@@ -147,7 +148,9 @@ def _assert_same(ours: Any, plain: Any) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("make", [list, _table], ids=["list", "table"])
+@pytest.mark.parametrize(
+    "make", [pytest.param(list, marks=pytest.mark.slow), _table], ids=["list", "table"]
+)
 def test_evaluations_and_predictions_have_rows_and_change_nothing(
     kind: str, make: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,7 +187,7 @@ def test_an_evaluation_that_cannot_have_rows_runs_what_is_frozen_and_says_so_onc
     assert "evaluations run what is frozen" in told
 
 
-@pytest.mark.parametrize("name", ["t5, padded texts", "whisper"])
+@pytest.mark.parametrize("name", [slow("t5, padded texts"), "whisper"])
 def test_texts_that_are_generated_in_an_evaluation_are_as_without_rows(
     name: str, tmp_path: Path
 ) -> None:
@@ -294,7 +297,7 @@ def test_replicas_evaluate_from_rows_that_they_share(two_ranks: Pool, tmp_path: 
 
 
 @KINDS
-@pytest.mark.parametrize("num_sets", [1, 2])
+@pytest.mark.parametrize("num_sets", [slow(1), 2])
 def test_validations_of_lightning_have_rows_and_change_nothing(
     kind: str, num_sets: int, tmp_path: Path
 ) -> None:
