@@ -33,7 +33,8 @@ class EvaluationRows:
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]) -> None:
         self._model, self._settings = model, settings
-        self._services = list[RowService]()
+        # The last one was used last; and whether its evaluation reads no more than labels do.
+        self._services = dict[RowService, bool]()
         self.now: RowService | None = None
         self._training: RowService | None = None
 
@@ -43,18 +44,22 @@ class EvaluationRows:
             return False
         return len(base_of(loader).dataset) > 0  # type: ignore[arg-type]
 
-    def begin(self, loader: Any, training: RowService) -> RowService:
+    def begin(
+        self, loader: Any, training: RowService, *, keeps_to_labels: bool = False
+    ) -> RowService:
         """Return what serves a loader until `end`; the training's rows rest. Collective.
 
         Several may begin; the last one serves the model, until `turn_to`.
 
+        Args:
+            keeps_to_labels: see `RowService`.
         Raises:
             TypeError, ValueError: see `RowService`; then all is as it was.
         """
         before, self.now, self._training = self.now, None, training
         (before or training).forward.pause()
         try:
-            rows = self._of(loader, training)
+            rows = self._of(loader, training, keeps_to_labels=keeps_to_labels)
             self.turn_to(rows)
             rows.epoch += 1
             with torch.inference_mode(False):
@@ -92,14 +97,16 @@ class EvaluationRows:
         for rows in self._services:
             rows.close()
 
-    def _of(self, loader: Any, training: RowService) -> RowService:
-        for place, rows in enumerate(self._services):
-            if rows.serves(loader):
+    def _of(self, loader: Any, training: RowService, *, keeps_to_labels: bool) -> RowService:
+        for rows, keeps in self._services.items():
+            if keeps == keeps_to_labels and rows.serves(loader):
                 rows.refuse_another(loader)
-                self._services.append(self._services.pop(place))
+                self._services[rows] = self._services.pop(rows)
                 return rows
         if len(self._services) == MOST_EVALUATIONS:
-            self._services.pop(0).close()
+            oldest = next(iter(self._services))
+            del self._services[oldest]
+            oldest.close()
         call, base = training.call, base_of(loader)
         with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
             with own_random_numbers(_CPU):
@@ -109,8 +116,9 @@ class EvaluationRows:
                 loader,
                 self._settings,
                 call=call if {*call.parameters} <= {*form.names} else None,
+                keeps_to_labels=keeps_to_labels,
                 beside=training,
             )
         weakref.finalize(self, rows.close)
-        self._services.append(rows)
+        self._services[rows] = keeps_to_labels
         return rows

@@ -62,7 +62,9 @@ class LightningFreezeCallback(ServingObserver, Callback):
             self.begin_rows(model, trainer.train_dataloader, precision=precision)
             # No hook is called before it has begun its loaders' iterators.
             validation = trainer.fit_loop.epoch_loop.val_loop
-            self.serve_evaluations(validation, "run", lambda: _validated(trainer, validation))
+            self.serve_evaluations(
+                validation, "run", lambda: self.evaluating(*_validated(trainer, validation))
+            )
         self._num_seen = trainer.global_step
         if not self._num_seen:
             self.forget()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -132,17 +132,17 @@ class ServingObserver(FreezeObserver):
         self._swap.close()
 
     def serve_evaluations(
-        self, owner: Any, name: str, loaders_of: Callable[..., Sequence[Any]]
+        self, owner: Any, name: str, around: Callable[..., AbstractContextManager[None]]
     ) -> None:
         """Have a trainer's method, which evaluates, run within `evaluating` from now on.
 
         Args:
-            loaders_of: what the method reads, by what it is given.
+            around: returns it, by what the method is given.
         """
         run = getattr(owner, name)
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self.evaluating(*loaders_of(*args, **kwargs)):
+            with around(*args, **kwargs):
                 return run(*args, **kwargs)
 
         # On the object, as a method that somebody else has put there, which comes back.
@@ -152,10 +152,13 @@ class ServingObserver(FreezeObserver):
         self._after_training.callback(vars(owner).pop, name)
 
     @contextmanager
-    def evaluating(self, *loaders: Any) -> Iterator[None]:
+    def evaluating(self, *loaders: Any, keeps_to_labels: bool = False) -> Iterator[None]:
         """Have iterations of other loaders that begin within the block give cached batches.
 
         Where several follow each other, `turn_to` says which one's batch comes next.
+
+        Args:
+            keeps_to_labels: whether nothing but the model's own loss is read.
         """
         training, evaluations = self._rows, self._evaluations
         if training is None or evaluations is None or evaluations.now is not None:
@@ -168,7 +171,7 @@ class ServingObserver(FreezeObserver):
                 try:
                     if not evaluations.may_serve(loader, training):
                         continue
-                    rows = evaluations.begin(loader, training)
+                    rows = evaluations.begin(loader, training, keeps_to_labels=keeps_to_labels)
                 except Exception as error:  # Any: a collate_fn may fail as it likes.
                     self._tell_once(error)
                     continue

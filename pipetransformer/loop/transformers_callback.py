@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, final
 
 from transformers import Trainer, TrainerCallback
@@ -45,7 +47,7 @@ class FreezeCallback(ServingObserver, TrainerCallback):
             self.begin_rows(model, loader, precision=precision)
             if (trainer := _trainer_of(self)) is not None:
                 # Evaluations and predictions of all its subclasses come by it.
-                self.serve_evaluations(trainer, "evaluation_loop", _evaluated)
+                self.serve_evaluations(trainer, "evaluation_loop", partial(self._around, args))
         try:
             self.forget()
             if state.global_step:
@@ -92,6 +94,19 @@ class FreezeCallback(ServingObserver, TrainerCallback):
         self.end_rows()
         self.publish()
 
+    def _around(
+        self,
+        args: Any,
+        dataloader: Any,
+        description: str = "",
+        prediction_loss_only: bool | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> AbstractContextManager[None]:
+        """Return what `Trainer.evaluation_loop`, given this, is to run in."""
+        only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        return self.evaluating(dataloader, keeps_to_labels=bool(only))
+
     def _resume(self, state: Any) -> None:
         if (saved := state.stateful_callbacks.get(_STATE)) is not None:
             self.load_state_dict(saved)
@@ -116,11 +131,6 @@ def _trainer_of(callback: TrainerCallback) -> Trainer | None:
             return own
         frame = frame.f_back
     return None
-
-
-def _evaluated(dataloader: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
-    """Return what `Trainer.evaluation_loop` reads."""
-    return (dataloader,)
 
 
 def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
