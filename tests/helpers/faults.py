@@ -41,6 +41,7 @@ from pipetransformer.feed import ComingStep, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.report.records import RECORDS_FILE, read_records
 from pipetransformer.stage.stage import Stage
+from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.work import TrainWork
 from tests.helpers.measured import measuring, never
 from tests.helpers.models import tiny_data, tiny_model
@@ -54,7 +55,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "forward": (TrainWork, "forward"),
     "loss": (TrainWork, "finish"),
     "reduce": (GradientReducer, "finish"),
-    "update": (Stage, "_update"),
+    "update": (TrainedPart, "update"),
     "policy": (FreezeSchedule, "decide"),
     "planner": (Forced, "__call__"),
     "journal": (Journal, "append"),
