@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
-from pipetransformer.model import TARGETS, names_of, unwrapped
+from pipetransformer.model import ROUTERS, TARGETS, names_of, unwrapped
 
 _HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_head")
 """Arguments that change nothing below the last block; the last one is TRL's."""
@@ -188,6 +188,7 @@ class ForwardCall:
     Args:
         calls: one for each column of the loader's batches; none where that is yet to be learnt.
         of_parts: whether rows are of parts, not of blocks.
+        of_routers: whether rows hold the routers' logits, too.
     """
 
     def __init__(
@@ -196,8 +197,10 @@ class ForwardCall:
         calls: tuple[LoopCall, ...] = (),
         *,
         of_parts: bool = False,
+        of_routers: bool = False,
     ) -> None:
         self.calls = calls
+        self._unheld = _OUTPUTS if of_parts or of_routers else (*_OUTPUTS, ROUTERS)
         self._config = getattr(unwrapped(model), "config", None)
         named = _signature(model)
         self.parameters = tuple(one.name for one in named)
@@ -287,7 +290,7 @@ class ForwardCall:
         return type(value) is type(default) and not isinstance(value, Tensor) and value == default
 
     def _wants_more(self) -> bool:
-        return any(getattr(self._config, name, None) is True for name in _OUTPUTS)
+        return any(getattr(self._config, name, None) is True for name in self._unheld)
 
 
 def holds_entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ row is handed on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -123,8 +123,17 @@ class PartialForward:
         num = len(next(iter(entries.values())) if hidden is None else hidden)
         if not self.runs_together:
             return self._one_by_one(entries, num, last=last, training=training)
-        answers = self._run(entries, first=first, last=last, hidden=hidden, training=training)
-        return self._reached(answers, last, num), answers
+        routers, rows = self.row.routers, hidden
+        if routers is not None and rows is not None:
+            hidden = routers.hidden(rows, first)
+        gathering = nullcontext(list[Tensor]()) if routers is None else routers.gathered(last)
+        with gathering as logits:
+            answers = self._run(entries, first=first, last=last, hidden=hidden, training=training)
+        reached = self._reached(answers, last, num)
+        if routers is None:
+            return reached, answers
+        below = [] if rows is None else [rows[..., reached.shape[-1] :]]
+        return routers.joined(reached, [*below, *logits]), answers
 
     def _run(
         self,

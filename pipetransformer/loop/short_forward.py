@@ -98,6 +98,7 @@ class ShortForward:
             self._task.model.model,
             calls,
             of_parts=bool(self._names),
+            of_routers=row.routers is not None,
         )
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
@@ -347,15 +348,22 @@ class ShortForward:
         rows, call = self._rows, self._row.calls[index]
         if rows is None:
             return run(*args, **kwargs)
-        hidden = call.hidden_in((args, kwargs))
+        hidden, routers = call.hidden_in((args, kwargs)), self._row.routers
+        if routers is not None:
+            routers.tell(rows.to(hidden.device), index, self.depth)
         if index < self.depth - 1:
             return call.answered(hidden)
         self._refuse_other_autocast(hidden.device.type, self._task.computes_in)
-        rows = rows.transpose(0, 1) if self._row.samples_at else rows
-        rows = rows.to(hidden.device)
+        rows = self._states(rows).to(hidden.device)
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.
             rows = rows.detach().requires_grad_()
         return call.answered(rows)
+
+    def _states(self, rows: Tensor) -> Tensor:
+        """Return the hidden states of rows, as blocks hand them on."""
+        if self._row.routers is not None:
+            rows = self._row.routers.hidden(rows, self.depth)
+        return rows.transpose(0, 1) if self._row.samples_at else rows
 
     def _enter(
         self, hooks: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: Any
@@ -363,8 +371,8 @@ class ShortForward:
         # A hook on a part of it would miss its call.
         if self._rows is None or not self.leaves_out or hold_others(hooks):
             return run(*args, **kwargs)
-        rows = self._rows.detach()  # A hook may have it need a gradient, as peft's does.
-        rows = rows.transpose(0, 1) if self._row.samples_at else rows
+        # A hook may have it need a gradient, as peft's does.
+        rows = self._states(self._rows).detach()
         needs = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
         return rows.requires_grad_(needs and torch.is_grad_enabled())
 

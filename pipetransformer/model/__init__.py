@@ -66,6 +66,7 @@ from pipetransformer.model.registry import (
     refuse_wrapper,
     register_adapter,
 )
+from pipetransformer.model.routers import ROUTERS
 from pipetransformer.model.task import (
     Task,
     build_optimizer,
@@ -82,7 +83,7 @@ from pipetransformer.model.word_head import UnreadLogits
 __all__ = [
     "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
     "LoopUse", "LossScale", "NamedParameters", "NoRowError", "OptimizerFactory", "OptimizerTraits",
-    "Packing", "PartCall", "PartTrial", "Reads", "Row",
+    "Packing", "PartCall", "PartTrial", "ROUTERS", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "UnreadLogits", "WAYS_OUT", "adamw",
     "adapt",
     "adapter_names", "adapters_in_use",

@@ -42,6 +42,7 @@ from pipetransformer.model.recording import (
     watched,
     whole_in_mode,
 )
+from pipetransformer.model.routers import ROUTERS, gathering_nothing, gathers, router_rows
 from pipetransformer.model.transformer import (
     qualified_name,
     refuse_lost_checkpointing,
@@ -140,7 +141,7 @@ def present(
     """Present a model by what it does with a few samples.
 
     Its forward is called once; once more where it can keep keys and values, and in a loop that
-    takes the forward's own loss.
+    takes the forward's own loss, or gathers its routers' logits.
 
     Args:
         batch: two samples or more; (N, ...) each. They go to where the model's weights are.
@@ -151,12 +152,32 @@ def present(
         ForwardFailedError: its forward fails.
         ValueError: it has no row of blocks.
     """
+    if loop is None or not gathers(model, loop.constants):
+        return _presented(model, batch, loss_fn, unties=unties, loop=loop)
+    with gathering_nothing(model):  # Blocks that do not run have no logits.
+        others = {name: one for name, one in loop.constants.items() if name != ROUTERS}
+        quiet = replace(loop, constants=others)
+        layered = _presented(model, batch, loss_fn, unties=unties, loop=quiet)
+    row, device = row_of(layered), next(model.parameters()).device
+    given = {name: batch[name].to(device) for name in layered.inputs if name in batch}
+    keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+    run = partial(model, **{**keywords, **loop.constants})
+    layered.row = replace(row, routers=router_rows(model, row, run, given))
+    return layered
+
+
+def _presented(
+    model: nn.Module,
+    batch: Entries,
+    loss_fn: LossFunction | None,
+    *,
+    unties: bool,
+    loop: LoopUse | None,
+) -> LayeredModel:
     shown = _run_once(model, batch, loss_fn, loop)
     if unties:
         shown = _untied(shown)
     _refuse_random_depth(model)
-    if loop is not None:
-        _refuse_routers(model)
     # First, as it says by name what blocks hand to the loss, which no part below could.
     loss = (
         None if loss_fn is not None else own_loss_of(model, shown.labels, shown.recording.answer)
@@ -255,17 +276,6 @@ def _recorded(model: nn.Module, given: Entries, keywords: Mapping[str, Any]) -> 
         raise ForwardFailedError(
             f"the forward of this {name} fails for two samples: {error}"
         ) from error
-
-
-def _refuse_routers(model: nn.Module) -> None:
-    """Raise a ValueError for a loss of what blocks' routers say, where blocks may not run."""
-    if getattr(getattr(unwrapped(model), "config", None), "output_router_logits", False):
-        raise ValueError(
-            f"this {type(model).__name__} adds its routers' loss (config.output_router_logits is "
-            "True), which reads what the router of every block says, but blocks that have rows do "
-            "not run. Set model.config.output_router_logits = False, which trains without that "
-            "loss, or freeze without rows by freeze.apply, which keeps it"
-        )
 
 
 def _reads_no_padding(shown: _Shown, loop: LoopUse) -> bool:

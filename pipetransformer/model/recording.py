@@ -28,6 +28,7 @@ from freeze.in_place import frozen_in_place
 
 if TYPE_CHECKING:
     from pipetransformer.model.packing import Packing, PartAnswer
+    from pipetransformer.model.routers import RouterRows
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -103,6 +104,7 @@ class Row:
         entrance: the module outside of blocks that returns what the first one is given, if any.
         packing: of parts that are no chain, which freeze together; see `parts`.
         idle: modules that serve the parts alone, with what they answer.
+        routers: of blocks, whose logits the model gathers; rows hold them, too.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Row:
     entrance: nn.Module | None
     packing: Packing | None = None
     idle: tuple[tuple[nn.Module, PartAnswer], ...] = ()
+    routers: RouterRows | None = None
 
     def frozen(self, depth: int) -> tuple[nn.Module, ...]:
         """Return what is frozen where rows are of this depth; parts all are."""

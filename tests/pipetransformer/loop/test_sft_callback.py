@@ -21,6 +21,18 @@ from tests.helpers.marks import slow
 trl = pytest.importorskip("trl")
 
 LLAMA, GPT2 = KINDS["llama"], KINDS["gpt2"]
+EXPERTS = Kind(
+    "Qwen3MoeForCausalLM",
+    "model.layers",
+    ("model.embed_tokens",),
+    {
+        **LLAMA.options,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+)
 UNTIED = replace(GPT2, options={**GPT2.options, "tie_word_embeddings": False})
 BY_EPOCH = (0, 2, 2, 1)
 LORA = {"r": 2, "init_lora_weights": False, "target_modules": ["q_proj"]}
@@ -90,6 +102,7 @@ def train(
         slow(LLAMA, {"lora": True}),
         slow(LLAMA, {"packing": True, "packing_strategy": "wrapped"}),
         slow(KINDS["qwen3"], {"loss_type": "dft"}),
+        slow(EXPERTS, {"router_aux_loss_coef": 0.5}),
     ],
 )
 def test_rows_change_nothing_that_is_fine_tuned(
