@@ -5,6 +5,7 @@
     ({"x": (B, S)}, ["a", "b", ...])           entry "0.x"; the strings are no entry
     {"input_ids": (2B, S), "margin": (B,)}     "input_ids" has two rows for each sample
     {"x": (B, S), "labels": [{...}, {...}]}    entry "x"; a list of what each sample has is none
+    {"input_ids": (1, T), "labels": (1, T)}    samples joined along their tokens
 
 An entry is a tensor with as many rows for each sample, mostly one. A batch of entries alone can
 be made of rows, and of entries that are kept. Any other is made by the loader's own collate_fn,
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 from pipetransformer.feed import Batch, Collation
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
 from pipetransformer.loop.bundles import bundles_of, signed
+from pipetransformer.loop.joined_texts import TOKENS, joined_names, padded
 from pipetransformer.loop.pieces import Pieces, SampleRows, order_of_rows
 
 _MOST_ALONE = 256
@@ -44,6 +46,7 @@ class BatchForm:
         rows: of each entry; a bundle has any number of them for a sample.
         bundles: names of these.
         lists: where a batch has a list with an item for each sample, such as a detector's boxes.
+        is_joined: whether entries are (1, T), their samples' tokens one behind the other.
     """
 
     example: Any
@@ -52,6 +55,7 @@ class BatchForm:
     rows: Mapping[str, SampleRows]
     bundles: frozenset[str] = frozenset()
     lists: frozenset[str] = frozenset()
+    is_joined: bool = False
 
     @staticmethod
     def of(base: DataLoader[Any], *, has_bundles: bool = False) -> BatchForm:
@@ -79,11 +83,17 @@ class BatchForm:
             bundles = bundles_of(base, lambda batch: dict(_leaves(batch, lists)), [*leaves])
             rows |= dict.fromkeys(bundles, SampleRows())
         names = tuple(name for name in leaves if name in rows)
+        if not names and not has_bundles:
+            own = joined_names(base.collate_fn, lambda one: dict(_leaves(one, lists)), dataset)
+            if own:
+                rows = dict.fromkeys(own, SampleRows())
+                return BatchForm(batch, own, False, rows, lists=lists, is_joined=True)
         if not names:
             has = ", ".join(f"{name!r} of {_described(leaf)}" for name, leaf in leaves.items())
             raise ValueError(
                 f"a batch of {_SIZES[-1]} samples has {has}: nothing in it has a row for each "
-                "sample, as a collate_fn that joins samples to one row makes it"
+                "sample, as a collate_fn that joins samples to one row makes it. Along their "
+                "tokens it may join them, but with nothing between or behind them"
             )
         return BatchForm(batch, names, len(names) == len(leaves), rows, bundles, lists)
 
@@ -229,6 +239,8 @@ class LoaderCollation(Collation):
         return [range(first, num, self.pieces.num) for first in firsts]
 
     def collate(self, items: list[Any], ids: Sequence[int]) -> Batch:
+        if TOKENS in self.targets:
+            return padded([self._alone(*one) for one in zip(items, ids, strict=True)])
         if self.pieces.num == 1:
             return {n: t.cpu() for n, t in self.named(self._entries(items, ids)).items()}
         assert self.form is not None
@@ -249,13 +261,8 @@ class LoaderCollation(Collation):
 
     def _entries(self, items: list[Any], ids: Sequence[int]) -> Batch:
         """Return the entries of a batch of these samples, by the loader's names."""
-        assert self.form is not None and self.collate_fn is not None
-        try:
-            batch = self.collate_fn(items)
-        except Exception as error:
-            raise ValueError(
-                f"the loader's collate_fn fails for the samples {list(ids[:4])}...: {error!r}"
-            ) from error
+        assert self.form is not None
+        batch = self._collated(items, ids)
         entries, known = self.form.entries_of(batch), self.form.leaf_names
         if known.keys() != (now := self.form.leaves_of(batch)).keys():
             odd = sorted(known.keys() ^ now.keys())
@@ -273,6 +280,21 @@ class LoaderCollation(Collation):
                     f"no such {name!r}: give it in all batches"
                 )
         return entries
+
+    def _collated(self, items: list[Any], ids: Sequence[int]) -> Any:
+        assert self.collate_fn is not None
+        try:
+            return self.collate_fn(items)
+        except Exception as error:
+            raise ValueError(
+                f"the loader's collate_fn fails for the samples {list(ids[:4])}...: {error!r}"
+            ) from error
+
+    def _alone(self, item: Any, index: int) -> Batch:
+        """Return what the model is given of a sample that others are joined to, (1, S) each."""
+        assert self.form is not None
+        entries = self.form.entries_of(self._collated([item], [index]))
+        return {known: entries[name].cpu() for name, known in self.calls[0].items()}
 
     def _signed(self, items: list[Any], ids: Sequence[int]) -> Batch:
         """Return bundles, (N, 2) int64 each, and note them."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipetransformer.loop.batch_entry import BatchEntry, Mark
+from pipetransformer.loop.joined_texts import DERIVED
 from pipetransformer.model import ROUTERS, TARGETS, names_of, unwrapped
 
 _HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_head")
@@ -189,6 +190,7 @@ class ForwardCall:
         calls: one for each column of the loader's batches; none where that is yet to be learnt.
         of_parts: whether rows are of parts, not of blocks.
         of_routers: whether rows hold the routers' logits, too.
+        of_joined: whether samples are joined along their tokens.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class ForwardCall:
         *,
         of_parts: bool = False,
         of_routers: bool = False,
+        of_joined: bool = False,
     ) -> None:
         self.calls = calls
         self._unheld = _OUTPUTS if of_parts or of_routers else (*_OUTPUTS, ROUTERS)
@@ -208,7 +211,8 @@ class ForwardCall:
         needed = {name for call in calls for name in call.needs}
         # A part may be told of it.
         needed |= {"return_dict"} if of_parts else set()
-        self._ignored = frozenset((*TARGETS, *_HARMLESS)) - needed
+        derived = DERIVED if of_joined else ()
+        self._ignored = frozenset((*TARGETS, *_HARMLESS, *derived)) - needed
         # A decoder's inputs are made of labels: parts are known to do without these alone.
         harmless = {target for call in calls for target in call.targets.values()}
         self._unproven = frozenset({*TARGETS} - harmless if of_parts else ())

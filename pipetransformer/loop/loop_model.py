@@ -21,6 +21,7 @@ from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.data_watch import DataWatch
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.frozen_parts import UNTIED_LATE
+from pipetransformer.loop.joined_texts import POSITIONS, TOKENS, JoinedTexts
 from pipetransformer.loop.model_watch import left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.loop.pieces import Pieces, in_pieces
@@ -40,6 +41,7 @@ from pipetransformer.model import (
     present,
     present_parts,
     row_of,
+    unwrapped,
     whole_in_mode,
 )
 
@@ -63,6 +65,7 @@ class LoopModel:
     Attributes:
         pieces: which rows of a column belong to a sample.
         bundles: what samples have any number of; `bundle_names` in the loader's batches.
+        joined: joins samples along their tokens, where the loader does.
         form: of batches of pieces.
         samples: of pieces; `whole`: as the data set has them.
         example: inputs of two samples, (N, ...) each.
@@ -83,6 +86,7 @@ class LoopModel:
     ) -> None:
         self._model, self.calls, call = model, calls, calls[0]
         self.is_read_here = not loader.num_workers
+        self.joined = _joined(model, whole_form, call, settings)
         whole_form = whole_form.bundling(_bundled(whole_form, call) if settings.parts else ())
         self.bundle_names = whole_form.bundles
         self.pieces = pieces = _pieces(whole_form, calls)
@@ -113,6 +117,8 @@ class LoopModel:
             show = self._with_parts if settings.parts else self._presented
             layered = show(model, config, settings)
             self._set_apart(layered, loader, settings, config)
+            if self.joined is not None:
+                layered.padding_mask = TOKENS
             sides = layered.sides_of(0, len(layered.sublayers))
             source = TargetSource(self.samples, sides)
             if "cache_check" not in settings.cache and not source.knows():
@@ -124,7 +130,8 @@ class LoopModel:
             _refuse_lists_before(model, layered)
         trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
         self.task = Task(layered, Loss(F.cross_entropy), adamw(), config, trainable)
-        self.partial = PartialForward(self.task, self.example, call, self.bundles)
+        opening = self.joined or self.bundles
+        self.partial = PartialForward(self.task, self.example, call, opening)
         self.partial.beside = {
             name: self.example[name][:1]
             for name in call.parameters.values()
@@ -200,6 +207,7 @@ class LoopModel:
         is_apart = bool(settings.parts) and not is_whole and not is_alone
         is_asked = bool(settings.reads) or settings.reads_all
         self.is_read_whole = is_asked or bool(self.bundle_names) or is_alone or is_apart
+        self.is_read_whole |= self.joined is not None
         if is_apart:
             calls = (replace(call, parameters=taken),)
             form = replace(self.form, names=tuple(taken), is_whole=False)
@@ -245,7 +253,9 @@ class LoopModel:
 
     def run_blocks(self, batch: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         """Run frozen blocks on samples' entries, or on what the last one of `first` returns."""
-        entries = {name: entry for name, entry in batch.items() if name in self.task.model.inputs}
+        model = self.task.model
+        names = {*model.inputs, model.padding_mask}
+        entries = {name: entry for name, entry in batch.items() if name in names}
         hidden = batch[HIDDEN] if first else None
         return self.partial(entries, first=first, last=last, hidden=hidden)[0]
 
@@ -297,6 +307,32 @@ def _refuse_lists_before(model: nn.Module, layered: LayeredModel) -> None:
     _LOGGER.info("blocks freeze in the order of %r", row_of(layered).name)
 
 
+def _joined(
+    model: nn.Module, form: BatchForm, call: LoopCall, settings: LoopSettings
+) -> JoinedTexts | None:
+    """Return what joins samples where the loader does; refuse what would mix them."""
+    if not form.is_joined:
+        return None
+    if getattr(getattr(unwrapped(model), "config", None), "use_cache", False):
+        raise ValueError(
+            "the loader's collate_fn joins samples along their tokens, and with use_cache=True "
+            "these see each other: set model.config.use_cache = False"
+        )
+    if settings.parts:
+        raise ValueError(
+            "the loader's collate_fn joins samples along their tokens, and rows of parts, or of "
+            "blocks that hand several tensors on, are not kept of these: give it a collate_fn "
+            "that pads them"
+        )
+    if POSITIONS not in call.parameters.values():
+        raise ValueError(
+            f"the loader's collate_fn joins samples along their tokens; have it return {POSITIONS}"
+            " that begin anew with each sample, and give them to the model, or frozen blocks see "
+            "other samples"
+        )
+    return JoinedTexts()
+
+
 def _pieces(form: BatchForm, calls: tuple[LoopCall, ...]) -> Pieces:
     """Number the rows that samples have in what a loop gives its model."""
     for call in calls:
@@ -330,6 +366,7 @@ def _collation(
     given, reserved = tuple(dict(c.parameters) for c in calls), frozenset(names_of(model).inputs)
     known = {name for parameters in given for name in parameters}
     targets = tuple(beside(n, reserved) for n in form.names if n not in known)
+    targets = (TOKENS,) if form.is_joined else targets
     inputs = tuple(given[0].values())
     return LoaderCollation(
         names=(*inputs, *targets),

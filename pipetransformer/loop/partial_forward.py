@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autocache import HIDDEN
 from autopipe.random_state import random_state
 from pipetransformer.checks import differ
 from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.forward_call import LoopCall
+from pipetransformer.loop.joined_texts import TOKENS, JoinedTexts
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.model import (
     Row,
@@ -60,7 +62,7 @@ class PartialForward:
     Args:
         example: of all inputs, (N, ...) each. Of those that are not at hand one NaN is given.
         call: see above.
-        bundles: what samples have any number of.
+        bundles: what samples have any number of; or joins samples along their tokens.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class PartialForward:
         task: Task,
         example: Mapping[str, Tensor],
         call: LoopCall,
-        bundles: Bundles,
+        bundles: Bundles | JoinedTexts,
     ) -> None:
         self._task, self._model = task, task.model.model
         self.row: Row = row_of(task.model)
@@ -123,6 +125,9 @@ class PartialForward:
         num = len(next(iter(entries.values())) if hidden is None else hidden)
         if not self.runs_together:
             return self._one_by_one(entries, num, last=last, training=training)
+        if isinstance(self._bundles, JoinedTexts):
+            own = {} if hidden is None else {HIDDEN: hidden, TOKENS: entries[TOKENS]}
+            hidden = self._bundles.opened(own).get(HIDDEN)
         routers, rows = self.row.routers, hidden
         if routers is not None and rows is not None:
             hidden = routers.hidden(rows, first)
@@ -130,10 +135,12 @@ class PartialForward:
         with gathering as logits:
             answers = self._run(entries, first=first, last=last, hidden=hidden, training=training)
         reached = self._reached(answers, last, num)
-        if routers is None:
-            return reached, answers
-        below = [] if rows is None else [rows[..., reached.shape[-1] :]]
-        return routers.joined(reached, [*below, *logits]), answers
+        if routers is not None:
+            below = [] if rows is None else [rows[..., reached.shape[-1] :]]
+            reached = routers.joined(reached, [*below, *logits])
+        if isinstance(self._bundles, JoinedTexts):
+            reached = self._bundles.parted(reached, entries[TOKENS])
+        return reached, answers
 
     def _run(
         self,

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from autocache import HIDDEN, by_position
 from pipetransformer.feed import Batch, FrozenPrefix, SampleFeed, own_random_numbers
 from pipetransformer.loop.forward_call import LoopCall, RowBatch
+from pipetransformer.loop.joined_texts import refuse_unlike
 from pipetransformer.loop.loop_model import LoopModel
 from pipetransformer.loop.model_watch import ModelWatch
 from pipetransformer.loop.randomness import warn_of_draws
@@ -169,7 +170,8 @@ class RowBatches:
             rows = known.form.rows[name]
             column = known.pieces.column_of(rows) or 0
             value = own[name] if own else fetches[column][known.collation.known_as(name)]
-            if len(value) != len(ids) * rows.num:  # Each piece of a sample has it.
+            # Each piece of a sample has it.
+            if known.joined is None and len(value) != len(ids) * rows.num:
                 value = value[known.pieces.columns[column].places(len(ids))[:, 0]]
             if not self.forward.is_confirmed:  # The loop may give the model any of them.
                 value = batches[column].entry(name, value)
@@ -183,6 +185,9 @@ class RowBatches:
 
     def _as_wide(self, fetched: Batch, given: Batch) -> Batch:
         """Return rows, if there are some, with as many positions as the loader's own batch has."""
+        fetched = self._joined(fetched)
+        if self._known.joined is not None:
+            refuse_unlike(fetched, given)
         rows, mask = fetched.get(HIDDEN), self._task.model.padding_mask
         if rows is None:
             return {}
@@ -191,6 +196,11 @@ class RowBatches:
             if own < num and by_position(rows, own):
                 rows = pad(rows, (0, 0) * (rows.ndim - 2) + (0, num - own))
         return {HIDDEN: rows}
+
+    def _joined(self, fetched: Batch) -> Batch:
+        """Return samples joined along their tokens, where the loader joins them."""
+        joined = self._known.joined
+        return fetched if joined is None else joined.opened(fetched)
 
     def _read_as_loaded(self, indices: list[int], epoch: int) -> Any:
         """Read a batch as the loader does."""
@@ -226,7 +236,8 @@ class RowBatches:
         """Log what rounded rows change of a batch."""
         with own_random_numbers(self._device), torch.inference_mode(False):
             own = self._known.pieces.ids(ids, 0)
-            batches = [self.feed.computed_rows(own, rounded=one) for one in (False, True)]
+            computed = (self.feed.computed_rows(own, rounded=one) for one in (False, True))
+            batches = [*map(self._joined, computed)]
             targets = {n: batches[0][n] for n in self._task.model.targets if n in batches[0]}
             exact, rounded = (self.row_batch(batch, ids, epoch) for batch in batches)
             with self.by_ourselves():
@@ -247,7 +258,7 @@ class RowBatches:
         column = next(c for c, one in enumerate(self._known.calls) if one.has_rows_of(call))
         self._place.to_come.appendleft(_Coming(batch.epoch, batch.ids.tolist(), batch.ids))
         try:
-            fetched = self._fetch(batch.ids, batch.epoch, column)
+            fetched = self._joined(self._fetch(batch.ids, batch.epoch, column))
         finally:
             self._place.to_come.popleft()
         batch.rows, batch.depth, batch.call = self._rows_in(fetched), self.feed.prefix.depth, call
@@ -303,7 +314,8 @@ class RowBatches:
         fetched = known.bundles.opened({name: entries[name] for name in kept})
         fetched |= known.partial.beside_of(len(rows))
         ids = torch.full((len(rows),), -1)  # Nothing is read for it.
-        batch = self.row_batch({**fetched, HIDDEN: rows}, ids, self._place.epoch)
+        fetched = self._joined({**fetched, HIDDEN: rows})
+        batch = self.row_batch(fetched, ids, self._place.epoch)
         batch.depth = self.forward.depth
         given = {name: entry.to(self._device) for name, entry in batch.entries().items()}
         with self.by_ourselves():

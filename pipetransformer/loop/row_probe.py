@@ -23,6 +23,7 @@ from autocache import own_lengths
 from autopipe.random_state import random_state
 from pipetransformer.checks import attributes_of, differ
 from pipetransformer.feed import Batch, Samples
+from pipetransformer.loop.joined_texts import TOKENS
 from pipetransformer.loop.model_watch import InnerHooks, ModelWatch, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.model import (
@@ -85,8 +86,12 @@ class RowProbe:
         entries, targets = self._split(together)
         with torch.no_grad():
             hidden, answers = self._run(entries, depth)
+        is_joined = self.task.model.padding_mask == TOKENS
+        if is_joined:  # In one row they see each other in either mode.
+            self._look_at_mates(ids, entries, hidden, answers, depth)
         may_leave_out = self._look_at_training(entries, targets, hidden, depth)
-        self._look_at_mates(ids, entries, hidden, answers, depth)
+        if not is_joined:
+            self._look_at_mates(ids, entries, hidden, answers, depth)
         self._look_from_rows(entries, hidden, targets, may_leave_out=may_leave_out)
 
     @property
@@ -109,8 +114,9 @@ class RowProbe:
         inputs = self.task.model.inputs
         parameters = forward_parameters(self.task.model.model)
         takes = [name for name in TARGETS if name in parameters and name not in inputs]
+        taken = {*inputs, self.task.model.padding_mask}
         return (
-            {name: entry for name, entry in batch.items() if name in inputs},
+            {name: entry for name, entry in batch.items() if name in taken},
             {name: batch[name].to(self.device) for name in takes if name in batch},
         )
 

@@ -39,6 +39,7 @@ from pipetransformer.loop.forward_call import (
     holds_entries,
     with_plain,
 )
+from pipetransformer.loop.joined_texts import TOKENS
 from pipetransformer.loop.model_watch import HOOKS, InnerHooks, ModelWatch, hold_others
 from pipetransformer.loop.partial_forward import autocast_dtype
 from pipetransformer.model import (
@@ -99,6 +100,7 @@ class ShortForward:
             calls,
             of_parts=bool(self._names),
             of_routers=row.routers is not None,
+            of_joined=self._task.model.padding_mask == TOKENS,
         )
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
