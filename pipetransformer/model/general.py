@@ -265,8 +265,14 @@ WAYS_OUT = (
 def _recorded(model: nn.Module, given: Entries, keywords: Mapping[str, Any]) -> Recording:
     """Record a forward; errors say which model fails, and what to do."""
     name, num_samples = type(model).__name__, len(next(iter(given.values())))
+    run = partial(model, **given, **keywords)
     try:
-        return record(model, lambda: model(**given, **keywords), num_samples)
+        try:
+            return record(model, run, num_samples)
+        except NoRowError:
+            raise
+        except Exception:  # Its forward may compute gradients itself.
+            return record(model, run, num_samples, may_differentiate=True)
     except NoRowError as error:
         raise NoRowError(
             f"this {name} has no row of blocks at which it could be cut and frozen: {error}. "

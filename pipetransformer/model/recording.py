@@ -14,12 +14,13 @@ has returned. Nothing is guessed from names: a model is read by running it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -134,13 +135,16 @@ class Recording:
     answer: Any
 
 
-def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Recording:
+def record(
+    model: nn.Module, run: Callable[[], Any], num_samples: int, *, may_differentiate: bool = False
+) -> Recording:
     """Find what may be a model's row of blocks, by one forward; by two where blocks repeat.
 
     Blocks that the user has frozen are taken last.
 
     Args:
         run: calls the model's forward on a few samples, and returns its answer.
+        may_differentiate: see `watched`.
     Raises:
         NoRowError: no list of modules is such a row; the message says of each why not.
     """
@@ -150,7 +154,7 @@ def record(model: nn.Module, run: Callable[[], Any], num_samples: int) -> Record
     # What an earlier loop froze is its row still: only what a user froze counts as frozen.
     trained = {p for p in model.parameters() if p.requires_grad}
     trained.update(frozen_in_place(model).values())
-    with watched(model):
+    with watched(model, may_differentiate=may_differentiate):
         # Those with most parameters first.
         candidates = sorted(block_lists(model), key=lambda one: -sum(map(_size, one[1])))
         while candidates and not rows:
@@ -207,17 +211,32 @@ def _size(module: nn.Module) -> int:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
-    """Have the model in eval mode, all its parameters needing a gradient, and put that back."""
+def watched(model: nn.Module, *, may_differentiate: bool = False) -> Iterator[None]:
+    """Have the model in eval mode, all its parameters needing a gradient, and put that back.
+
+    Args:
+        may_differentiate: whether gradients may be computed within. Else the graph says what
+            depends on what, and keeps no activations.
+    """
+    # Packed as nothing: a graph of all activations would take many times the weights.
+    bare = nullcontext() if may_differentiate else saved_tensors_hooks(_drop, _refuse_backward)
     flags = {p: p.requires_grad for p in model.parameters()}
     try:
         for parameter in flags:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-        with torch.enable_grad(), whole_in_mode(model, training=False):
+        with torch.enable_grad(), bare, whole_in_mode(model, training=False):
             yield
     finally:
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
+
+
+def _drop(_: Tensor) -> None:
+    return None
+
+
+def _refuse_backward(_: None) -> Tensor:
+    raise RuntimeError("a forward that computes gradients itself is recorded with its graph")
 
 
 @contextmanager
@@ -397,17 +416,17 @@ class _Record:
             NoRowError: an argument comes from another block.
         """
         names = {name for read in self.read[:-1] for name in read}
-        below = {n: p for n, p in self.model.named_parameters() if n in names and p.requires_grad}
-        inside = [p for block in self.blocks for p in block.parameters() if p.requires_grad]
+        below = {id(p): n for n, p in self.model.named_parameters() if n in names}
+        inside = {id(p) for block in self.blocks for p in block.parameters()}
         learned: set[str] = set()
         for call, how in zip(self.calls, calls, strict=True):
             hidden = how.hidden_in(call.given)
             for leaf in tree_leaves(call.given):
                 if isinstance(leaf, Tensor) and leaf is not hidden and leaf.requires_grad:
-                    if any(g is not None for g in _gradients(leaf, inside)):
+                    sources = _sources(leaf)
+                    if sources & inside:
                         raise NoRowError(f"block {call.index} takes what a block before it made")
-                    by = zip(below, _gradients(leaf, list(below.values())), strict=True)
-                    learned |= {name for name, gradient in by if gradient is not None}
+                    learned |= {below[one] for one in sources & below.keys()}
         return frozenset(learned)
 
 
@@ -422,10 +441,21 @@ def _tensors_outside(model: nn.Module, inside: set[nn.Module]) -> dict[str, Tens
     return {n: t for n, t in found.items() if known.setdefault(id(t), n) == n}
 
 
-def _gradients(output: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    if not inputs:
-        return ()
-    return torch.autograd.grad(output.sum(), inputs, allow_unused=True, retain_graph=True)
+def _sources(tensor: Tensor) -> set[int]:
+    """Return by their ids the parameters that a tensor was computed from; a graph is enough."""
+    if tensor.grad_fn is None:
+        return {id(tensor)}
+    found: set[int] = set()
+    seen, left = {tensor.grad_fn}, list[Node]([tensor.grad_fn])
+    while left:
+        node = left.pop()
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            found.add(id(leaf))
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                left.append(below)
+    return found
 
 
 def _first_hidden(call: _Call) -> int | str:
