@@ -28,7 +28,7 @@ from pipetransformer.checks.rank_checks import Kept, Place, Remembered, remember
 from pipetransformer.checks.twins import differ
 from pipetransformer.feed import Batch, find_changed, own_random_numbers, part_of, seed_plainly
 from pipetransformer.measure import held_on
-from pipetransformer.model import Task, modes_of, set_modes
+from pipetransformer.model import Task, modes_of, on_short_first, set_modes
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import written_text
 
@@ -47,12 +47,13 @@ def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -
         ValueError: on every rank; the message names the first sublayer, and its fault.
     """
 
-    def run() -> SublayerProbe:
-        probe = SublayerProbe(task, world.device, read(torch.arange(2)))
+    def run(batch: Batch) -> SublayerProbe:
+        probe = SublayerProbe(task, world.device, batch)
         probe.run()
         return probe
 
-    return agree(run, group=world.group)
+    model = task.model.model
+    return agree(lambda: on_short_first(model, read(torch.arange(2)), run), group=world.group)
 
 
 def about_cuts(task: Task, world: World, random_part: str) -> str:

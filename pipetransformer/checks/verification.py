@@ -43,6 +43,7 @@ from pipetransformer.model import (
     Task,
     UnreadLogits,
     named_tensors,
+    on_short_first,
     whole_in_mode,
 )
 from pipetransformer.processes import World, told_by_rank_0
@@ -124,7 +125,7 @@ def verify_recorded(
 
     Its outputs, its loss and every gradient are compared on two samples, on rank 0, without
     dropout. Both run the same kernels on the same weights, where these are: no copy of the model
-    is made.
+    is made. Texts are cut short where their length is free.
 
     Returns:
         how they were found equal; "" for a model that was written down by hand.
@@ -137,6 +138,9 @@ def verify_recorded(
     def run() -> str:
         device = next(task.model.model.parameters()).device
         batch = {name: entry.to(device) for name, entry in read().items()}
+        return on_short_first(task.model.model, batch, compare)
+
+    def compare(batch: Batch) -> str:
         comparison = compare_with_own_forward(task, OwnForward(task.model, loss_fn), batch)
         if comparison.difference:
             raise ValueError(

@@ -67,6 +67,7 @@ from pipetransformer.model.registry import (
     register_adapter,
 )
 from pipetransformer.model.routers import ROUTERS
+from pipetransformer.model.short_texts import on_short_first
 from pipetransformer.model.task import (
     Task,
     build_optimizer,
@@ -91,8 +92,8 @@ __all__ = [
     "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
     "modules_of", "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors",
-    "names_of", "output_of", "owned_parameters", "parts_forward_of", "present", "present_parts",
-    "put_state", "qualified_name",
+    "names_of", "on_short_first", "output_of", "owned_parameters", "parts_forward_of", "present",
+    "present_parts", "put_state", "qualified_name",
     "refuse_hooks", "refuse_no_module", "refuse_wrapper", "replaced", "row_of", "register_adapter",
     "set_frozen", "set_modes",
     "take_state", "trained_parameters", "unwrapped", "whole_in_mode",

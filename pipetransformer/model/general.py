@@ -43,6 +43,7 @@ from pipetransformer.model.recording import (
     whole_in_mode,
 )
 from pipetransformer.model.routers import ROUTERS, gathering_nothing, gathers, router_rows
+from pipetransformer.model.short_texts import on_short_first
 from pipetransformer.model.transformer import (
     qualified_name,
     refuse_lost_checkpointing,
@@ -141,7 +142,8 @@ def present(
     """Present a model by what it does with a few samples.
 
     Its forward is called once; once more where it can keep keys and values, and in a loop that
-    takes the forward's own loss, or gathers its routers' logits.
+    takes the forward's own loss, or gathers its routers' logits. Long texts are cut short; where
+    that fails, it is done again with whole ones.
 
     Args:
         batch: two samples or more; (N, ...) each. They go to where the model's weights are.
@@ -171,6 +173,19 @@ def _presented(
     batch: Entries,
     loss_fn: LossFunction | None,
     *,
+    unties: bool,
+    loop: LoopUse | None,
+) -> LayeredModel:
+    """Present a model by short texts where these are enough."""
+    show = partial(_presented_by, model, loss_fn=loss_fn, unties=unties, loop=loop)
+    return on_short_first(model, batch, show)
+
+
+def _presented_by(
+    model: nn.Module,
+    batch: Entries,
+    *,
+    loss_fn: LossFunction | None,
     unties: bool,
     loop: LoopUse | None,
 ) -> LayeredModel:
