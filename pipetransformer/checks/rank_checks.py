@@ -127,10 +127,13 @@ class Remembered:
         return mine == its and self.numbers == other.numbers
 
     def copied(self) -> Kept:
-        """Copy numbers and tensors as they are now; tensors without plain memory are left out."""
+        """Copy numbers and tensors as they are now; tensors without plain memory are left out.
+
+        Parameters are, too: whoever keeps one in an attribute does not own it.
+        """
         copies: Kept = {place: (numbers, []) for place, numbers in self.numbers.items()}
         for place, tensor, _ in self.tensors:
-            if tensor.layout == torch.strided and not tensor.is_meta:
+            if _is_plain(tensor) and not isinstance(tensor, nn.Parameter):
                 copies.setdefault(place, ((), []))[1].append(tensor.detach().clone())
         return copies
 
@@ -139,6 +142,14 @@ class Remembered:
         for (module, name), (number, *_) in self.numbers.items():
             if module is not None and isinstance(vars(module).get(name), (int, float)):
                 setattr(module, name, number)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own for each element."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    # A number that stands for many cannot be written, and a copy would spell it out.
+    return tensor.numel() < 2 or any(tensor.stride())
 
 
 def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:

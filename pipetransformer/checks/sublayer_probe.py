@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from autocache import fingerprint
 from autopipe.loss import refuse_split
 from autopipe.profile import left_as_found
 from autopipe.random_state import plain_random_state, random_state
@@ -34,6 +35,9 @@ from pipetransformer.stage import written_text
 
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Errors that keep their class where a sublayer's name is added."""
+_MOST_COPIED_BYTES = 16 << 20
+"""Of a tensor that is copied to be put back; of a larger one it is seen alone that it changed."""
+_Was: TypeAlias = Tensor | int
 
 
 def probe_sublayers(task: Task, world: World, read: Callable[[Tensor], Batch]) -> SublayerProbe:
@@ -162,7 +166,7 @@ class SublayerProbe:
                 if plain_random_state() != plain:
                     self.plainly_random.add(index)
                 # Written parameters and buffers are refused by `_lent`, which names them.
-                if not find_changed(model.tensors(index), found):
+                if not self._written(index, found):
                     self._refuse_memory(index, hidden, batch, had)
                 if trains and isinstance(hidden, Tensor):
                     if hidden.requires_grad and output.requires_grad:
@@ -288,11 +292,11 @@ class SublayerProbe:
         return differ(one, other, self._dtype)
 
     @contextmanager
-    def _lent(self, index: int, *, training: bool) -> Iterator[Mapping[str, Tensor]]:
+    def _lent(self, index: int, *, training: bool) -> Iterator[Mapping[str, _Was]]:
         """Put a sublayer on the device, in a mode, and leave it as it was found.
 
         Yields:
-            its tensors as they were.
+            its tensors as they were, those of more than `_MOST_COPIED_BYTES` as fingerprints.
         Raises:
             ValueError: it has written into one of them.
         """
@@ -303,22 +307,36 @@ class SublayerProbe:
             torch.set_grad_enabled(training),
         ):
             set_modes(modes_of(model, (index,), training=training))
-            before = {name: t.detach().clone() for name, t in model.tensors(index).items()}
+            before = {name: _as_it_is(t) for name, t in model.tensors(index).items()}
             try:
                 yield before
             finally:
-                written = find_changed(model.tensors(index), before)
+                written = self._written(index, before)
                 if written:
                     self._put_back(index, before)
         if written:
             raise ValueError(written_text(written, model.sublayers[index].name))
 
-    def _put_back(self, index: int, before: Mapping[str, Tensor]) -> None:
+    def _written(self, index: int, before: Mapping[str, _Was]) -> str:
+        """Name the first of a sublayer's tensors that is not as it was, or ""."""
+        now = self.task.model.tensors(index)
+        small = {name: one for name, one in before.items() if isinstance(one, Tensor)}
+        large = (n for n, one in before.items() if n not in small and _as_it_is(now[n]) != one)
+        return find_changed(now, small) or next(large, "")
+
+    def _put_back(self, index: int, before: Mapping[str, _Was]) -> None:
         # Parameters alone: `left_as_found` restores buffers.
         with torch.no_grad():
             for name, tensor in self.task.model.tensors(index).items():
-                if isinstance(tensor, nn.Parameter):
-                    tensor.copy_(before[name])
+                had = before[name]
+                if isinstance(tensor, nn.Parameter) and isinstance(had, Tensor):
+                    tensor.copy_(had)
+
+
+def _as_it_is(tensor: Tensor) -> _Was:
+    if tensor.nbytes > _MOST_COPIED_BYTES:
+        return fingerprint([tensor])
+    return tensor.detach().clone()
 
 
 def _change(now: Kept, before: Kept) -> tuple[Place, str] | None:

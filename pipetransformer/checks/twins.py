@@ -124,15 +124,30 @@ def find_gap(one: Tensor, other: Tensor, dtype: torch.dtype, *, scale: float = 0
     if one.numel() == 0:
         return ""
     absolute, relative = _ALLOWED.get(dtype, _COARSEST)
-    ours, theirs = one.double(), other.double()
-    largest = float(theirs.where(theirs.isfinite(), 0).abs().max())
-    # Infinities, as a buffer of extremes begins with, are equal, but their difference is a NaN.
-    difference = float((ours - theirs).where(ours != theirs, 0).abs().max())
+    pairs = [_largest(*pair) for pair in zip(_pieces(one), _pieces(other), strict=True)]
+    # torch's maximum, as Python's loses a NaN.
+    largest, difference = (float(torch.tensor(each).max()) for each in zip(*pairs, strict=True))
     # A NaN fails this comparison, and so is a difference.
     if difference <= absolute + relative * max(largest, scale):
         return ""
     return f"by {difference:.3g} where the largest is {largest:.3g}"
 
+
+def _largest(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the largest finite number of the second, and the largest difference."""
+    ours, theirs = one.double(), other.double()
+    # Infinities, as a buffer of extremes begins with, are equal, but their difference is a NaN.
+    difference = float((ours - theirs).where(ours != theirs, 0).abs().max())
+    return float(theirs.where(theirs.isfinite(), 0).abs().max()), difference
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor's parts, as several copies in float64 of a whole one take much memory."""
+    return tensor.detach().reshape(-1).split(_PIECE)
+
+
+_PIECE = 1 << 18
+"""Numbers that are compared at a time."""
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Relative to the largest number; on a GPU a sum in another order moves more than on a CPU."""
@@ -154,9 +169,9 @@ def differ(one: Tensor, other: Tensor, computes_in: torch.dtype | None) -> bool:
         return not torch.equal(one, other)
     if one.numel() == 0:
         return False
-    if not torch.equal(one.isfinite(), other.isfinite()):
+    pairs = [*zip(_pieces(one), _pieces(other), strict=True)]
+    if not all(torch.equal(mine.isfinite(), its.isfinite()) for mine, its in pairs):
         return True
-    allowed = _TOLERANCES.get(computes_in or one.dtype, _LOW) * float(
-        other.nan_to_num(0, 0, 0).abs().max()
-    )
-    return float((one - other).nan_to_num(0, 0, 0).abs().max()) > allowed
+    largest = max(float(its.nan_to_num(0, 0, 0).abs().max()) for _, its in pairs)
+    difference = max(float((mine - its).nan_to_num(0, 0, 0).abs().max()) for mine, its in pairs)
+    return difference > _TOLERANCES.get(computes_in or one.dtype, _LOW) * largest
