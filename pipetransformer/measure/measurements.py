@@ -165,9 +165,10 @@ Cut = Callable[[int], Batch]
 
 
 def largest_micro_batch(task: Task, world: World) -> int:
-    """Return the largest micro-batch that a sensible plan runs: twice a rank's share."""
+    """Return the micro-batch size that is set, or the largest of a sensible plan."""
     batch = task.config.global_batch_size
-    return min(batch, 2 * -(-batch // world.size))
+    # A stage with half the layers may take twice a rank's share.
+    return min(batch, task.config.micro_batch_size or 2 * -(-batch // world.size))
 
 
 def _cut_alike(task: Task, world: World, read: Callable[[Tensor], Batch]) -> Cut:
