@@ -146,7 +146,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.detach().reshape(-1).split(_PIECE)
 
 
-_PIECE = 1 << 18
+_PIECE = 1 << 16
 """Numbers that are compared at a time."""
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}

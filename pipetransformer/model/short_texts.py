@@ -1,7 +1,7 @@
 """Cut a few texts short, to look at what a language model does and not at how long it takes.
 
 whole    [prompt ........ | answer ......................... | padding]
-cut                   [.. | answer ......]                                  16 tokens
+cut                   [.. | answer ......]                                   8 tokens
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pipetransformer.model.peft_models import unwrapped
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-_MOST_TOKENS = 16
-"""Of a text that is looked at; logits of 256k words then take 16 MB a text in float32."""
+_MOST_TOKENS = 8
+"""Of a text that is looked at; logits of 128k words then take 4 MB a text in float32."""
 
 _BY_TOKEN = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 _UNLABELLED = -100
