@@ -69,7 +69,7 @@ def _caching(wrong: bool) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("package", [slow("none"), "right", slow("wrong")])
+@pytest.mark.parametrize("package", [slow("none"), slow("right"), slow("wrong")])
 def test_it_prints_a_table_and_a_line_of_json_for_each_model(
     package: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -165,7 +165,7 @@ def test_reference_log_probabilities_are_computed_in_autocast(tmp_path: Path) ->
     assert hits >= 2 * 2 * NUM and runs == 0
 
 
-@pytest.mark.parametrize("kind", ["reference", slow("tower"), slow("adapters")])
+@pytest.mark.parametrize("kind", [slow("reference"), slow("tower"), slow("adapters")])
 def test_preferences_about_images_have_rows(kind: str, tmp_path: Path) -> None:
     data, processor = _with_images()
     image = processor.tokenizer.convert_tokens_to_ids("<image>")

@@ -187,7 +187,7 @@ def test_an_evaluation_that_cannot_have_rows_runs_what_is_frozen_and_says_so_onc
     assert "evaluations run what is frozen" in told
 
 
-@pytest.mark.parametrize("name", [slow("t5, padded texts"), "whisper"])
+@pytest.mark.parametrize("name", [slow("t5, padded texts"), slow("whisper")])
 def test_texts_that_are_generated_in_an_evaluation_are_as_without_rows(
     name: str, tmp_path: Path
 ) -> None:
