@@ -7,7 +7,7 @@ loader ─ indices ─► row_batches: rows, or samples ─► a batch in the lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain, islice
@@ -416,14 +416,25 @@ class RowService:
             return self._parts.thawed_by(num_frozen)
         return self._blocks.thawed_by(num_frozen)
 
-    def taken_over(self, loader: Any) -> AbstractContextManager[None]:
-        """Have iterations of the loader that begin within the block give cached batches."""
+    def taken_over(
+        self, loader: Any, *, begun: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
+        """Have iterations of the loader that begin within the block give cached batches.
+
+        Args:
+            begun: called where one draws its first batch; it may end the block.
+        """
         base = base_of(loader)
         # Persistent workers keep their first seeds.
         is_first = base not in self._begun and base._iterator is None
         self._begun.add(base)
         draws = not base.persistent_workers or is_first
-        return giving_indices(base, self.announce, self.made, draws=draws)
+
+        def announce(drawn: Sequence[list[int]]) -> None:
+            self.announce(drawn)
+            begun()
+
+        return giving_indices(base, announce, self.made, draws=draws)
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch of the loader."""

@@ -176,7 +176,9 @@ class ServingObserver(FreezeObserver):
                     self._tell_once(error)
                     continue
                 if rows.may_serve:
-                    self._evaluation_swap.enter_context(rows.taken_over(loader))
+                    swap = self._evaluation_swap.enter_context(ExitStack())
+                    # Once it has begun, looks at the model read samples by the loader's own.
+                    swap.enter_context(rows.taken_over(loader, begun=swap.close))
                     self._evaluated[place] = rows
             yield
 
