@@ -149,7 +149,8 @@ class LoopModel:
             constants=call.constants,
             needs=call.needs,
             keeps_to_labels=settings.keeps_to_labels,
-            gives_labels=bool(call.targets),
+            # Where all is read, as by metrics, what is returned of padding is, too.
+            gives_labels=bool(call.targets) and not settings.reads_all,
             ignores_padding=settings.ignores_padding,
         )
         return present(model, self.example, F.cross_entropy, unties=unties, loop=use)

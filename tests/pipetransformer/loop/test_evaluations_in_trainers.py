@@ -24,9 +24,11 @@ from transformers import (
 )
 
 from pipetransformer import FreezeCallback
+from tests.helpers.any_models import KINDS as KINDS_OF_MODELS
+from tests.helpers.any_models import WORDS, build
 from tests.helpers.hf_runs import numbers
 from tests.helpers.marks import slow
-from tests.helpers.part_models import CASES
+from tests.helpers.part_models import CASES, padded
 from tests.helpers.pool import Pool
 
 # In fours: the last bits of sums may depend on the number of samples beside.
@@ -164,6 +166,58 @@ def test_evaluations_and_predictions_have_rows_and_change_nothing(
     assert "evaluation_loop" not in vars(ours)
     assert numbers(ours.evaluate()) == numbers(plain.evaluate())
     assert not [one for one in caplog.records if one.name.startswith("pipetransformer")]
+
+
+def _texts(num: int) -> list[dict[str, Tensor]]:
+    draws = torch.Generator().manual_seed(num)
+    texts = [torch.randint(3, WORDS, (6 + 3 * n % 5,), generator=draws) for n in range(num)]
+    return [{"input_ids": t, "attention_mask": torch.ones_like(t), "labels": t} for t in texts]
+
+
+def _evaluate_texts(
+    folder: Path, kind: type[Trainer], *, has_rows: bool, **given: Any
+) -> tuple[Any, list[dict[str, float]]]:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        str(folder), num_train_epochs=2, per_device_train_batch_size=4, eval_strategy="epoch",
+        per_device_eval_batch_size=4, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    caches = {"prefix_chunk": 4} if has_rows else {"cache": False}
+    trainer = kind(
+        build(KINDS_OF_MODELS["llama"]).float(), arguments, data_collator=padded,
+        train_dataset=_texts(NUM), eval_dataset=_texts(NUM_HELD_OUT),
+        callbacks=[FreezeCallback(2, **caches)], **given,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [numbers(one) for one in trainer.state.log_history[:-1]]
+
+
+def test_metrics_may_read_what_is_returned_of_padding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows once took its place, as labels were given, and the loss reads no padding."""
+    given = {"compute_metrics": _metrics}
+    _, expected = _evaluate_texts(tmp_path, Trainer, has_rows=False, **given)
+    with caplog.at_level(logging.WARNING):
+        _, found = _evaluate_texts(tmp_path, Trainer, has_rows=True, **given)
+    assert found == expected and sum("eval_sum" in one for one in found) == 2
+    assert "no cache: samples have unequal shapes" in caplog.text
+
+
+class _ReadsStates(Trainer):  # type: ignore[misc]
+    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        with torch.no_grad():
+            answer = model(**inputs, output_hidden_states=True)
+        self.found = [*getattr(self, "found", []), *map(Tensor.tolist, answer.hidden_states)]
+        return answer.loss, None, None
+
+
+def test_an_evaluation_may_call_the_model_in_another_way(tmp_path: Path) -> None:
+    """Samples for a look at that call were read by our own collate_fn, and so on, without end."""
+    plain, expected = _evaluate_texts(tmp_path, _ReadsStates, has_rows=False)
+    ours, found = _evaluate_texts(tmp_path, _ReadsStates, has_rows=True)
+    assert found == expected and ours.found == plain.found
 
 
 class _Stream(IterableDataset[Any]):
