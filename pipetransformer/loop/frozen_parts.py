@@ -11,10 +11,12 @@ returned, whatever that is. All that lies below it is frozen with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from freeze import apply
@@ -25,7 +27,7 @@ from freeze.in_place import (
     thawed_by,
     tied_above,
 )
-from pipetransformer.model import block_lists
+from pipetransformer.model import Reads, block_lists
 
 UNTIED_LATE = (
     "tied_weights='untie' gives the head a copy of the embedding, but the loop's optimizer was "
@@ -91,13 +93,27 @@ class FrozenParts:
             apply(self._model, num_frozen, layers=self.blocks)
         freeze_modules(self._model, self._named.values())
         if num_frozen:
-            tied = tied_above(self._model, num_frozen, layers=self.blocks)
+            # Such as a norm below the blocks that is registered behind them.
+            learned, above = _learned_by(self._model, self.blocks[num_frozen - 1], run)
+            self._refuse_later(num_frozen, learned)
+            tied = tied_above(self._model, num_frozen, layers=self.blocks) | learned & above
             if tied and self._tied_weights == "untie":
                 raise ValueError(UNTIED_LATE)
             kept = set() if self._tied_weights == "freeze" else tied
-            # Such as a norm below the blocks that is registered behind them.
-            learned = _learned_by(self.blocks[num_frozen - 1], run) - kept
-            freeze_parameters(self._model, learned)
+            freeze_parameters(self._model, learned - kept)
+
+    def _refuse_later(self, num_frozen: int, learned: set[nn.Parameter]) -> None:
+        """Raise a ValueError where other blocks run below the last frozen one."""
+        frozen = self.blocks[:num_frozen]
+        own = {p for block in frozen for p in block.parameters()}
+        for name, blocks in block_lists(self._model, without=self._named.values()):
+            later = {p for block in blocks if block not in frozen for p in block.parameters()}
+            if len({*map(type, blocks)}) == 1 and learned & later - own:
+                raise ValueError(
+                    f"blocks of {name!r} run below block {num_frozen - 1} of those that freeze, "
+                    "but are registered behind it, and would all freeze with it: register them in "
+                    "the order in which they run, or name the modules that are to freeze in parts="
+                )
 
     def thawed_by(self, num_frozen: int) -> dict[str, nn.Parameter]:
         """Return by name the weights that `freeze` would thaw."""
@@ -119,15 +135,27 @@ def _lowest_blocks(model: nn.Module, parts: Mapping[str, nn.Module]) -> list[nn.
     return list(blocks)
 
 
-def _learned_by(block: nn.Module, run: Callable[[], Any]) -> set[nn.Parameter]:
-    """Return the parameters that what a block returns would hand a gradient to."""
-    answers = list[Any]()
-    handle = block.register_forward_hook(lambda *given: answers.append(given[-1]))
-    try:
-        with torch.enable_grad():
-            run()
-    finally:
-        handle.remove()
+def _learned_by(
+    model: nn.Module, block: nn.Module, run: Callable[[], Any]
+) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Return the parameters that what a block returns would hand a gradient to.
+
+    Returns:
+        them, and those that the model's forward reads behind the block.
+    """
+    answers, read, is_above = list[Any](), set[int](), False
+
+    def note_end(module: nn.Module, _given: Any, answer: Any) -> None:
+        nonlocal is_above
+        if module is block:
+            answers.append(answer)
+        is_above = bool(answers) and module is not model
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_hook(note_end).remove)
+        stack.enter_context(Reads(lambda one: read.add(one) if is_above else None))
+        stack.enter_context(torch.enable_grad())
+        run()
     tensors = [leaf for leaf in tree_leaves(answers) if isinstance(leaf, Tensor)]
     waiting, seen, found = [one.grad_fn for one in tensors], set[Any](), set[nn.Parameter]()
     while waiting:
@@ -138,4 +166,4 @@ def _learned_by(block: nn.Module, run: Callable[[], Any]) -> set[nn.Parameter]:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter):
                 found.add(leaf)
-    return found
+    return found, {one for one in found if id(one) in read}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -339,3 +339,52 @@ def test_what_cannot_freeze_beside_a_part_is_refused_by_name() -> None:
         with attach(family.build(), parts=parts, freeze=1) as cached:
             with pytest.raises(ValueError, match=match):
                 next(cached.epoch(_loader(case)))
+
+
+class _Ordered(nn.Module):
+    """A row of blocks beside a part; what lies below them is registered behind them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.tower, self.kind = nn.Linear(4, 4), kind
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.later = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.below, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        if kind == "tied":
+            self.head.weight = self.below.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.below(x)
+        lists = {"reversed": self.blocks[::-1], "another list": [*self.later, *self.blocks]}
+        for block in lists.get(self.kind, self.blocks):
+            hidden = torch.tanh(block(hidden))
+        answer: Tensor = self.head(hidden + self.tower(x))
+        return answer
+
+
+def _ordered(kind: str, **given: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = _Ordered(kind)
+    samples: Any = [{"x": torch.randn(4)} for _ in range(NUM_SAMPLES)]
+    loader = DataLoader(samples, batch_size=_BATCH)
+    with attach(model, parts=["tower"], freeze=1, cache=True, **given) as cached:
+        model(next(iter(cached.epoch(loader)))["x"])
+    return model
+
+
+@pytest.mark.parametrize("tied_weights", ["train", "freeze"])
+def test_a_weight_that_is_read_above_the_blocks_freezes_only_where_asked(
+    tied_weights: str,
+) -> None:
+    """A head's weight once stopped training, as it was an embedding's that is registered late."""
+    model: Any = _ordered("tied", tied_weights=tied_weights)
+    assert model.head.weight.requires_grad == (tied_weights == "train")
+    assert not model.below.bias.requires_grad and not model.blocks[0].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("reversed", "blocks"), ("another list", "later")], ids=["reversed", "list"]
+)
+def test_blocks_that_run_below_the_frozen_ones_do_not_freeze_unasked(kind: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"blocks of '{name}' run below block 0"):
+        _ordered(kind)
