@@ -22,7 +22,7 @@ from pipetransformer.loop.data_watch import DataWatch
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.frozen_parts import UNTIED_LATE
 from pipetransformer.loop.joined_texts import POSITIONS, TOKENS, JoinedTexts
-from pipetransformer.loop.model_watch import left_alone
+from pipetransformer.loop.model_watch import InnerHooks, left_alone
 from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.loop.pieces import Pieces, in_pieces
 from pipetransformer.loop.replaced_forward import in_own_forward
@@ -182,6 +182,7 @@ class LoopModel:
                 run,
                 is_counted=bool(self.bundle_names),
                 run_labelled=run_labelled if labels else None,
+                is_watched=lambda module: InnerHooks(module).are_on_it(),
             ),
             beside=self.collation.targets,
         )

@@ -129,7 +129,7 @@ class RowProbe:
     ) -> bool:
         """Look at blocks in training; return whether the entrance keeps nothing of a batch."""
         row, entrance = self.partial.row, self.partial.row.entrance
-        blocks = [*row.frozen(depth)]
+        blocks = [*row.frozen(depth), *(module for module, _ in row.idle)]
         read = set[int]()
         with torch.enable_grad(), Reads(read.add) if self._is_packed else nullcontext():
             trained, answers = self._run_without_draws(entries, depth)
@@ -159,8 +159,10 @@ class RowProbe:
             if name := _what_changed(before, _noted(module)):
                 if index == len(blocks):
                     return False
+                is_idle = index >= len(row.frozen(depth))
+                what = f"a {type(module).__name__} below them" if is_idle else f"block {index}"
                 raise _Finding(
-                    f"block {index} keeps {name!r} of each batch, which the loop or the model may "
+                    f"{what} keeps {name!r} of each batch, which the loop or the model may "
                     "read, and would not find where rows are read"
                 )
         return entrance is not None

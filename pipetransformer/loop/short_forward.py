@@ -46,6 +46,7 @@ from pipetransformer.model import (
     PartCall,
     adapter_names,
     adapters_in_use,
+    beside_parts,
     modules_with_adapters,
     row_of,
 )
@@ -95,6 +96,11 @@ class ShortForward:
         parts = () if row.packing is None else row.blocks
         self._part_calls: Sequence[PartCall] = row.calls if row.packing is not None else ()
         self._inner = [InnerHooks(part) for part in parts]
+        sides = self._task.model.sides_of(0, len(self._task.model.sublayers))
+        if parts and (row.idle or {*self._task.model.inputs} - {*sides}):
+            # What lies below is given nothing that a hook could read, where rows serve.
+            below = nn.ModuleList(beside_parts(row.called_below, parts))
+            self._inner.append(InnerHooks(below))
         self._call = ForwardCall(
             self._task.model.model,
             calls,
@@ -141,7 +147,7 @@ class ShortForward:
         for block, serve in zip(blocks, serving, strict=True):
             self._replace(block, serve)
         for module, answer in self._row.idle if depth else ():
-            self._replace(module, partial(self._idle, answer, InnerHooks(module)))
+            self._replace(module, partial(self._idle, answer))
         entrance = self._row.entrance
         if depth and entrance is not None and entrance not in self._row.called_above:
             parts = [vars(part) for part in entrance.modules() if part is not entrance]
@@ -396,11 +402,8 @@ class ShortForward:
         needs = self._inner[index].need_gradients()
         return call.answered(self._rows, (args, kwargs), needs_gradients=needs)
 
-    def _idle(
-        self, answer: Any, hooks: InnerHooks, run: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        # A part that is proven, or a hook of the user's, would be given NaN; a hook may miss it.
-        if self._rows is None or self._is_proving or hooks.missed_at() or hooks.are_on_it():
+    def _idle(self, answer: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._rows is None or self._is_proving:  # A part that is proven would be given NaN.
             return run(*args, **kwargs)
         return answer.blank(len(self._rows), next(self._task.model.model.parameters()).device)
 

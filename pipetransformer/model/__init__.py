@@ -41,7 +41,7 @@ from pipetransformer.model.optimizers import (
 from pipetransformer.model.own_forward import output_of
 from pipetransformer.model.packing import Packing, UnlikeAnswerError
 from pipetransformer.model.part_record import replaced
-from pipetransformer.model.parts import PartCall, PartTrial, present_parts
+from pipetransformer.model.parts import PartCall, PartTrial, beside_parts, present_parts
 from pipetransformer.model.parts_forward import parts_forward_of
 from pipetransformer.model.peft_models import (
     adapter_names,
@@ -87,7 +87,7 @@ __all__ = [
     "Packing", "PartCall", "PartTrial", "ROUTERS", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "UnreadLogits", "WAYS_OUT", "adamw",
     "adapt",
-    "adapter_names", "adapters_in_use",
+    "adapter_names", "adapters_in_use", "beside_parts",
     "block_lists", "build_optimizer", "computing_in",
     "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",

@@ -9,7 +9,7 @@ be a tower, a backbone, an encoder, or a model by itself: a teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,6 +84,7 @@ class PartTrial:
         run: calls the model's forward.
         is_counted: whether samples have any number of entries in what parts are given.
         run_labelled: calls it, and gives it labels, where it takes some.
+        is_watched: whether somebody has a hook on a module, and must see what it is given.
     """
 
     entries: Entries
@@ -91,6 +92,7 @@ class PartTrial:
     run: Callable[[Entries], Any]
     is_counted: bool
     run_labelled: Callable[[Entries], Any] | None = None
+    is_watched: Callable[[nn.Module], bool] = lambda _: False
 
 
 def present_parts(
@@ -136,7 +138,12 @@ def present_parts(
             with served(tuple(parts.values()), answer):
                 return [*tree_leaves(run(given)), torch.tensor(asked)]
 
-        unread = [name for name in entries if is_unread(model, entries, name, run_from_rows)]
+        is_watched = any(map(trial.is_watched, beside_parts(record.below, parts.values())))
+        unread = [
+            name
+            for name in entries
+            if not is_watched and is_unread(model, entries, name, run_from_rows)
+        ]
         read = {
             name for name in varied if name in entries and _is_read(entries, name, run, record)
         }
@@ -144,7 +151,7 @@ def present_parts(
         mask = None
         if by_position is not None and _is_padding_unread(entries, run, record, by_position):
             mask, packing = PADDING_MASK, by_position
-        may_be_idle = not varied and packing.most_bytes is None
+        may_be_idle = not (varied or is_watched) and packing.most_bytes is None
         idle = _idle_modules(model, record, trial, run_from_rows) if may_be_idle else ()
     row = replace(_row(model, record, packing), idle=idle)
     # A module by itself is given what others read, too.
@@ -154,6 +161,12 @@ def present_parts(
         return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
     sides = tuple(name for name in entries if name not in unread)
     return _layered(model, row, tuple(entries), sides=sides, targets=beside)
+
+
+def beside_parts(modules: Iterable[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are in no part, and that hold none."""
+    known = [{*part.modules()} for part in parts]
+    return [m for m in modules if not any(m in inner or inner & {*m.modules()} for inner in known)]
 
 
 _MOST_TRIED = 16

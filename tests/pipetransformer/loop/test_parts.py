@@ -708,3 +708,45 @@ def test_what_serves_a_part_alone_runs_no_more(kind: str, runs: int) -> None:
     assert torch.equal(ours, state)
     assert counts[-1] == runs
     assert not any(bool(one.isnan().any()) for one in seen)
+
+
+class _Noting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        answer = super().forward(x)
+        self.noted = answer.mean()
+        return answer
+
+
+@pytest.mark.parametrize("kind", ["hooked at first", "hooked later", "noted"])
+def test_what_is_seen_below_a_part_is_as_without_rows(kind: str) -> None:
+    """A hook below a part once saw NaN, as what lies below it does not run; a sum stayed."""
+    torch.manual_seed(0)
+    samples = [{"x": torch.randn(3, 4)} for _ in range(NUM_SAMPLES)]
+    model = nn.Sequential(
+        _Noting(4, 4) if kind == "noted" else nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4),
+        nn.Linear(4, 4),
+    )  # fmt: skip
+    model[:3].requires_grad_(False)
+    plain = copy.deepcopy(model)
+
+    def train(one: Any, epoch: Callable[[Any], Iterable[Any]]) -> list[list[float]]:
+        torch.manual_seed(0)
+        seen, found = list[Tensor](), list[list[float]]()
+        loader = DataLoader(samples, batch_size=_BATCH, shuffle=True)
+        optimizer = torch.optim.SGD(one[3].parameters(), lr=0.1)
+        for number in range(_EPOCHS):
+            if kind == ("hooked at first" if number == 0 else "hooked later") and number < 2:
+                one[1].register_forward_hook(lambda *given: seen.append(given[-1].mean()))
+            for batch in epoch(loader):
+                told = one(batch["x"])
+                beside = one[0].noted if kind == "noted" else (seen or [torch.zeros(())])[-1]
+                loss = (told - beside).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append([loss.item(), float(beside)])
+        return found
+
+    expected = train(plain, lambda loader: loader)
+    with attach(model, parts=["2"], cache=True) as cached:
+        assert train(model, cached.epoch) == [pytest.approx(one, rel=1e-5) for one in expected]
