@@ -70,7 +70,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 def _sum_of_words(values: Tensor) -> Tensor:
     """Return a 0-dim int64 of (N,) bytes on their device, the same on every device."""
     words = values[: len(values) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
-    total = values[len(words) * _WORD_BYTES :].sum()  # The last bytes, at most 3.
+    rest = values[len(words) * _WORD_BYTES :]  # At most 3, in a word of their own.
+    total = nn.functional.pad(rest, (0, -len(rest) % _WORD_BYTES)).view(torch.int32).sum()
     if values.device.type == "cpu":
         return total + _sum_in_blocks(words.numpy())
     factors = _factors(values.device)
