@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
@@ -42,6 +44,7 @@ class FreezeCallback(ServingObserver, TrainerCallback):
         if not self.dry_run:
             _refuse_what_cannot_freeze(args)
         model, loader = kwargs["model"], kwargs["train_dataloader"]
+        _refuse_reference_that_follows(args, model, self._parts)
         if self.makes_rows:
             precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
             self.begin_rows(model, loader, precision=precision)
@@ -143,6 +146,18 @@ def _steps_per_epoch(args: Any, state: Any, loader: Any) -> int:
 def _is_reentrant(args: Any) -> bool:
     # Then checkpointed layers learn only if their input wants a gradient.
     return bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False))
+
+
+def _refuse_reference_that_follows(
+    args: Any, model: nn.Module, parts: Sequence[str | nn.Module]
+) -> None:
+    inner = {*model.modules()}
+    is_beside = any(isinstance(part, nn.Module) and part not in inner for part in parts)
+    if is_beside and getattr(args, "sync_ref_model", False):
+        raise ValueError(
+            "sync_ref_model=True has the reference follow the model within an epoch, and rows are "
+            "of a reference that stays: set sync_ref_model=False, or leave it out of parts="
+        )
 
 
 def _refuse_what_cannot_freeze(args: Any) -> None:

@@ -201,3 +201,15 @@ def test_preferences_about_images_have_rows(kind: str, tmp_path: Path) -> None:
     assert callback.stats.hits == 2 * 2 * NUM
     # Without adapters the model is another one, which runs its tower.
     assert (num_plain, num) == ((8, 4) if kind == "adapters" else (4, 0))
+
+
+def test_a_reference_that_follows_the_model_is_refused(tmp_path: Path) -> None:
+    """TRL writes into it by `.data`, which is noticed with the next epoch alone."""
+    model: Any = build(KINDS["llama"]).float()
+    trainer = _trainer(
+        tmp_path, model, _preferences(), tokenizer(), ref_model=copy.deepcopy(model),
+        settings={"sync_ref_model": True, "ref_model_sync_steps": 1},
+    )  # fmt: skip
+    _serve_reference(trainer)
+    with pytest.raises(ValueError, match="set sync_ref_model=False"):
+        trainer.train()
