@@ -234,6 +234,7 @@ def _words(shown: _Shown, own: CutForward) -> WordHead | None:
     if not isinstance(linear, nn.Linear) or linear.weight.is_meta:
         return None
     own.end_at(linear)
+    held = {id(tensor) for tensor in named_tensors(model).values()}
     heads, devices = set(), [linear.weight.device] if linear.weight.is_cuda else []
     # What is done in training alone, such as dropout, must show, too.
     for training in (False, True):
@@ -241,7 +242,7 @@ def _words(shown: _Shown, own: CutForward) -> WordHead | None:
             with torch.no_grad():
                 hidden = own.below(shown.inputs, training=training)
             run = partial(own.above, hidden.requires_grad_(), shown.inputs, training=training)
-            heads.add(word_head(linear, shown.config, run))
+            heads.add(word_head(linear, shown.config, run, held=held))
     own.forget()
     return heads.pop() if len(heads) == 1 else None
 

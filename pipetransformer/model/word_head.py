@@ -15,7 +15,7 @@ Nothing is known of a head but what it does with numbers: `word_head` tries it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, final
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipetransformer.model.own_forward import output_of
+from pipetransformer.model.recording import Reads
 
 LEAST_WORDS = 4096
 """From here on it pays: it is no slower, and the logits are the most of a head's memory."""
@@ -224,7 +225,9 @@ def _losses(
     return total, slope.mul_(head.scale) if head.scale != 1 else slope
 
 
-def word_head(linear: nn.Linear, config: Any, behind: Callable[..., Any]) -> WordHead | None:
+def word_head(
+    linear: nn.Linear, config: Any, behind: Callable[..., Any], *, held: Collection[int] = ()
+) -> WordHead | None:
     """Find out what a model does with the output of its last linear layer.
 
     In the place of its output come random numbers, so large that a bound shows. What becomes of
@@ -232,6 +235,8 @@ def word_head(linear: nn.Linear, config: Any, behind: Callable[..., Any]) -> Wor
 
     Args:
         behind: runs the model behind its blocks, with `head` in the layer's place.
+        held: identities of the model's tensors. What is done by them may be another later, as
+            where a buffer holds a temperature.
     Returns:
         None where anything else is done than is known here.
     """
@@ -240,15 +245,15 @@ def word_head(linear: nn.Linear, config: Any, behind: Callable[..., Any]) -> Wor
     draws = torch.Generator().manual_seed(0)
     # The same for all tokens: a table of all would take memory before anything has begun.
     row = torch.randn(linear.out_features, generator=draws).mul_(20).to(linear.weight)
-    shapes: list[torch.Size] = []
+    shapes, read = list[torch.Size](), set[int]()
 
     def stand_in(hidden: Tensor) -> Tensor:
         shapes.append(hidden.shape)
         return row.expand(*hidden.shape[:-1], -1).clone()
 
-    with torch.enable_grad():
+    with torch.enable_grad(), Reads(lambda one: read.add(one) if shapes else None):
         logits = output_of(behind(head=stand_in))
-    if [len(shape) for shape in shapes] != [3] or logits.requires_grad:
+    if [len(shape) for shape in shapes] != [3] or logits.requires_grad or read & {*held}:
         return None
     if logits.shape != (*shapes[0][:2], linear.out_features):
         return None

@@ -185,9 +185,11 @@ class Beside(transformers.LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.beside = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("heat", torch.ones(()))
 
     def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
         hidden = self.model(input_ids, **more).last_hidden_state
+        hidden = hidden + 0 * self.beside.weight.detach().sum()  # What is read of none is refused.
         logits = self._more(self.lm_head(hidden), hidden)
         if labels is None:
             return CausalLMOutput(logits=logits)
@@ -202,14 +204,26 @@ class Dropped(Beside):
     """Drop logits, in training alone."""
 
     def _more(self, logits: Tensor, hidden: Tensor) -> Tensor:
-        return F.dropout(logits, 0.5, self.training) + 0 * self.beside.weight.detach().sum()
+        return F.dropout(logits, 0.5, self.training)
 
 
 class Squared(Beside):
     """Do what no configuration says."""
 
     def _more(self, logits: Tensor, hidden: Tensor) -> Tensor:
-        return logits * logits.abs().clamp(min=1) + 0 * self.beside.weight.detach().sum()
+        return logits * logits.abs().clamp(min=1)
+
+
+class Heated(Beside):
+    """Multiply by what is 1 at first, and may be set later."""
+
+    def _more(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        return logits * self.heat
+
+
+class Plain(Beside):
+    def _more(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        return logits
 
 
 def of_class(kind: type[Any]) -> nn.Module:
@@ -227,13 +241,14 @@ def few_words() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [lora_head, partial(of_class, Beside), partial(of_class, Dropped),
-     partial(of_class, Squared), few_words],
-    ids=["adapted", "beside it", "dropout", "unknown", "few words"],
+     partial(of_class, Squared), partial(of_class, Heated), few_words],
+    ids=["adapted", "beside it", "dropout", "unknown", "by a buffer", "few words"],
 )  # fmt: skip
 def test_a_head_that_is_not_known_to_be_plain_keeps_its_logits(
     make: Callable[[], nn.Module],
 ) -> None:
     assert presented(make()).words is None
+    assert presented(of_class(Plain)).words is not None or make is few_words
 
 
 def test_sums_are_in_float32_where_autocast_computes_in_less() -> None:
