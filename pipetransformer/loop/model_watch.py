@@ -110,6 +110,10 @@ class ModelWatch:
         return not all(map(operator.is_, self._children_now(), self._children))
 
     def changed(self) -> bool:
+        """Return whether a plain attribute, a hook or a `forward` is another."""
+        return self.has_other_attributes() or self._has_other_forwards()
+
+    def has_other_attributes(self) -> bool:
         """Return whether a plain attribute or a hook is another."""
         if not all(map(_same, map(tuple, self._lists), self._listed)):
             return True
@@ -125,7 +129,7 @@ class ModelWatch:
             # Most are the same objects, which is quickly seen.
             if not all(map(operator.is_, own, before)) and not all(map(_same, own, before)):
                 return True
-        return self._has_other_forwards()
+        return False
 
     def _has_other_forwards(self) -> bool:
         now = self._forwards_now()

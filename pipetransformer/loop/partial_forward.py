@@ -10,8 +10,8 @@ row is handed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -24,6 +24,7 @@ from pipetransformer.checks import differ
 from pipetransformer.loop.bundles import Bundles
 from pipetransformer.loop.forward_call import LoopCall
 from pipetransformer.loop.joined_texts import TOKENS, JoinedTexts
+from pipetransformer.loop.part_cuts import PartCuts, Reached
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.model import (
     Row,
@@ -41,12 +42,18 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-class _Reached(BaseException):
-    """Leave a model's forward; no model's own `except Exception` catches it."""
-
-
 class _LeftOutError(RuntimeError):
     """Say that a model's forward has not called a part."""
+
+
+def _run_plainly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+def _singles(entries: Mapping[str, Tensor], num: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the entries of each sample alone."""
+    for place in range(num):
+        yield {name: one[place : place + 1] for name, one in entries.items()}
 
 
 @final
@@ -79,6 +86,7 @@ class PartialForward:
         self.call, self.beside, self._bundles = call, dict[str, Tensor](), bundles
         self._keywords = {"use_cache": False} if "use_cache" in takes else {}
         self.draws = False
+        self._cuts, self._run_part = PartCuts(self.row.blocks), _run_plainly
 
     @property
     def runs_together(self) -> bool:
@@ -165,7 +173,7 @@ class PartialForward:
         ):
             try:
                 self.whole(given)
-            except _Reached:
+            except Reached:
                 return answers
         if self.row.packing is not None:
             names = zip(self.row.packing.names, answers, strict=True)
@@ -185,18 +193,59 @@ class PartialForward:
         while own > 1 and all(torch.equal(one[own - 1], one[own - 2]) for one in entries.values()):
             own -= 1
         entries = {name: one[:own] for name, one in entries.items()}
-        alone = [
-            self._alone({name: one[place : place + 1] for name, one in entries.items()}, **how)
-            for place in range(own)
-        ]
-        if own == 1 and (mate := self._mate_of(entries)) is not None:
-            entries = {n: torch.cat([entries[n], one.to(entries[n])]) for n, one in mate.items()}
-            alone.append(self._alone(mate, **how))
+        places = torch.arange(num).clamp(max=own - 1)
+        self._cuts.begin()
+        if own > 1 and self._cuts.expects and not how["training"]:
+            known = self._together(entries, own, **how)
+            if known is not None:
+                return known[0][places], known[1]
+            self._cuts.begin()
+        with self._running_part(self._cuts.note, **how):
+            alone = [self._alone(one, **how) for one in _singles(entries, own)]
+            if own == 1 and (mate := self._mate_of(entries)) is not None:
+                entries = {n: torch.cat([entries[n], o.to(entries[n])]) for n, o in mate.items()}
+                alone.append(self._alone(mate, **how))
         rows = torch.cat([row for row, _ in alone])
         if len(rows) > 1:
             self._refuse_unlike(entries, rows, **how)
         answers = next((answers for _, answers in alone if answers), [])
-        return rows[torch.arange(num).clamp(max=own - 1)], answers
+        return rows[places], answers
+
+    def _together(
+        self, entries: Mapping[str, Tensor], num: int, **how: Any
+    ) -> tuple[Tensor, list[Any]] | None:
+        """Run a part once for samples; None where it is not known whose an entry is."""
+        packing, cuts, alone = self.row.packing, self._cuts, list[Any]()
+        assert packing is not None
+        looked_at = cuts.next_place(num)
+        try:
+            for place, one in enumerate(_singles(entries, num)):
+                step = cuts.note if place == looked_at else cuts.stop
+                with self._running_part(step, **how):
+                    alone.append(self._run(one, first=0, hidden=None, **how))
+            with self._running_part(cuts.run_known, **how):
+                answers = self._run(entries, first=0, hidden=None, **how)
+        except _LeftOutError:
+            return None
+        if answers == [None]:
+            return None
+        rows = torch.cat([packing.packed([one], 1) for one in cuts.cut(answers[0])])
+        own = packing.packed(alone[looked_at], 1)
+        pair = (packing.tensors(one) for one in (own, rows[looked_at : looked_at + 1]))
+        self._refuse_others(zip(*pair, strict=True))
+        return rows, answers
+
+    @contextmanager
+    def _running_part(
+        self, step: Callable[..., Any], *, training: bool, **_: Any
+    ) -> Iterator[None]:
+        """Have a part's forward run so within the block, where its cuts may be known."""
+        if not (training or self._cuts.is_off):
+            self._run_part = step
+        try:
+            yield
+        finally:
+            self._run_part = _run_plainly
 
     def _mate_of(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Return another sample of the same shape, (1, ...), if one is at hand."""
@@ -225,11 +274,15 @@ class PartialForward:
             return
         known = packing.tensors(rows)
         try:
-            answers = self._run(entries, first=0, hidden=None, **how)
+            with self._running_part(self._cuts.run_followed, **how):
+                answers = self._run(entries, first=0, hidden=None, **how)
             together = [one for one in tree_leaves(answers) if isinstance(one, Tensor)]
         except _LeftOutError:
             together = [one[:0] for one in known]
-        pairs = zip(known, together, strict=True)
+        self._refuse_others(zip(known, together, strict=True))
+        self._cuts.learn(packing.counts(rows))
+
+    def _refuse_others(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         if any(differ(one, other, self._task.computes_in) for one, other in pairs):
             raise UnlikeAnswerError(
                 f"{self.row.name} return other entries for samples of one batch than for each of "
@@ -283,17 +336,17 @@ class PartialForward:
         def run_it(*args: Any, **kwargs: Any) -> Any:
             answers.append(run(*args, **kwargs))
             if is_last:
-                raise _Reached
+                raise Reached
             return answers[-1]
 
         def run_part(*args: Any, **kwargs: Any) -> Any:
             device = next(self._model.parameters()).device
             self.row.calls[index].computes_in = autocast_dtype(device.type)
             before = random_state(device)
-            answers[index] = run(*args, **kwargs)
+            answers[index] = self._run_part(run, *args, **kwargs)
             self.draws |= random_state(device) != before
             if all(one is not None for one in answers):
-                raise _Reached
+                raise Reached
             # The model goes on, and may write into what it is given.
             answer, answers[index] = (
                 answers[index],

@@ -8,6 +8,7 @@ compiled_blocks: through torch.compile, in steps    word_head: losses without al
 """
 
 from pipetransformer.model.dependence import joined_outputs
+from pipetransformer.model.followed_floats import FollowedFloats
 from pipetransformer.model.general import (
     TARGETS,
     WAYS_OUT,
@@ -82,7 +83,7 @@ from pipetransformer.model.transformer import qualified_name
 from pipetransformer.model.word_head import UnreadLogits
 
 __all__ = [
-    "DTYPES", "EntryNames", "ForwardFailedError", "LayeredModel", "ModelLoan",
+    "DTYPES", "EntryNames", "FollowedFloats", "ForwardFailedError", "LayeredModel", "ModelLoan",
     "LoopUse", "LossScale", "NamedParameters", "NoRowError", "OptimizerFactory", "OptimizerTraits",
     "Packing", "PartCall", "PartTrial", "ROUTERS", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "UnreadLogits", "WAYS_OUT", "adamw",

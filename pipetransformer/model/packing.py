@@ -90,10 +90,10 @@ class Packing:
 
     def lacks(self, rows: Tensor) -> bool:
         """Return whether one of the rows is none, as its sample has too many entries."""
-        return self.most_bytes is not None and -1 in self._counts(rows)[0]
+        return self.most_bytes is not None and -1 in self.counts(rows)[0]
 
-    def _counts(self, rows: Tensor) -> list[list[int]]:
-        """Return the numbers of entries, by tensors, of each row."""
+    def counts(self, rows: Tensor) -> list[list[int]]:
+        """Return the numbers of entries, by tensors, of each row, where they are counted."""
         head = _copied(rows[:, : 8 * len(self._shapes)]).view(torch.int64)
         counts: list[list[int]] = head.T.tolist()
         return counts
@@ -146,7 +146,7 @@ class Packing:
         return nn.functional.pad(row, (0, most_bytes - len(data)))[None]
 
     def _uncounted(self, rows: Tensor) -> list[Tensor]:
-        shapes, counts = self._shapes, self._counts(rows)
+        shapes, counts = self._shapes, self.counts(rows)
         sizes = [
             [num * shape.numel() * dtype.itemsize for num in own]
             for own, (shape, dtype) in zip(counts, shapes, strict=True)

@@ -45,7 +45,7 @@ class PartRecord:
             stack.callback(register_module_forward_pre_hook(note).remove)
             stack.enter_context(Reads(self._note_read))
             stack.enter_context(_Operations(self._note_operation))
-            stack.enter_context(_Lists(self._note_list))
+            stack.enter_context(Lists(self._note_list))
             yield
 
     @property
@@ -112,7 +112,7 @@ class _Operations(TorchDispatchMode):
 
 
 @dataclass
-class _Lists(TorchFunctionMode):
+class Lists(TorchFunctionMode):
     """Note of which tensors values are taken past torch's operators."""
 
     note: Callable[[Tensor], None]
