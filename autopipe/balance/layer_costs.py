@@ -8,7 +8,7 @@ and none counts for two layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from autopipe.profile import left_as_found, now_s, saved_storages, storages, unshared
+from autopipe.profile import graph_leaves, left_as_found, now_s, saved_storages, storages, unshared
 from autopipe.skip import Skippable, SkipStore, using
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -101,23 +101,8 @@ def _kept(
 ) -> tuple[_State, float]:
     with saved_storages() as saved:
         made = forward()
-    kept = saved | storages([*_tensors(made), *_leaves(_tensors(made))])
+    kept = saved | storages([*_tensors(made), *graph_leaves(_tensors(made))])
     return made, sum(kept[address] for address in kept.keys() - storages([*held, *taken]).keys())
-
-
-def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves whose gradients a graph accumulates, and which it therefore holds."""
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        # Only AccumulateGrad nodes have a variable.
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
-        parents = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= parents
-        nodes += parents
 
 
 def _measure_layers(module: nn.Sequential, sample: Tensors, measure: _Measure) -> list[float]:

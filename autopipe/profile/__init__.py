@@ -5,6 +5,7 @@ from autopipe.profile.chain import (
     ProfiledSublayer,
     chain_bytes,
     chain_seconds,
+    graph_leaves,
     join_chains,
     join_sizes,
     left_as_found,
@@ -24,7 +25,7 @@ from autopipe.profile.profile import Profile, SublayerCost, merge, with_tuples
 __all__ = [
     "AllReduceCost", "LinkCost", "MeasuredChain", "Profile",
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
-    "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
+    "graph_leaves", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
     "profile_sublayers", "quartiles", "recomputes_itself", "saved_storages",
     "storages", "time_rounds", "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

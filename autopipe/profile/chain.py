@@ -218,6 +218,21 @@ def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dic
         yield saved
 
 
+def graph_leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves whose gradients the graphs of tensors accumulate, and which these hold."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        # Only AccumulateGrad nodes have a variable.
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
+
+
 def time_chain(
     sublayers: Sequence[ProfiledSublayer], modules: nn.ModuleList, batch: Mapping[str, Tensor]
 ) -> list[list[float]]:

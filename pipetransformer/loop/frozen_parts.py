@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
+from autopipe.profile import graph_leaves
 from freeze import apply
 from freeze.in_place import (
     freeze_modules,
@@ -157,13 +158,5 @@ def _learned_by(
         stack.enter_context(torch.enable_grad())
         run()
     tensors = [leaf for leaf in tree_leaves(answers) if isinstance(leaf, Tensor)]
-    waiting, seen, found = [one.grad_fn for one in tensors], set[Any](), set[nn.Parameter]()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting.extend(parent for parent, _ in node.next_functions)
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter):
-                found.add(leaf)
+    found = {leaf for leaf in graph_leaves(tensors) if isinstance(leaf, nn.Parameter)}
     return found, {one for one in found if id(one) in read}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autocache import own_lengths
+from autopipe.profile import graph_leaves
 from autopipe.random_state import random_state
 from pipetransformer.checks import attributes_of, differ
 from pipetransformer.feed import Batch, Samples
@@ -306,16 +307,9 @@ def tensors_in(answer: Any) -> list[Tensor]:
 
 def _learned(hidden: Tensor, num_samples: int) -> str:
     """Name a tensor that a hidden state would hand a gradient to."""
-    waiting, seen = [hidden.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting.extend(parent for parent, _ in node.next_functions)
-        leaf = getattr(node, "variable", None)
+    for leaf in graph_leaves([hidden]):
         # Trainers have an embedding's output need a gradient, as reentrant checkpointing asks.
-        if leaf is not None and (isinstance(leaf, nn.Parameter) or len(leaf) != num_samples):
+        if isinstance(leaf, nn.Parameter) or len(leaf) != num_samples:
             return f"a tensor of shape {tuple(leaf.shape)}"
     return ""
 

@@ -154,12 +154,13 @@ def present(
         ForwardFailedError: its forward fails.
         ValueError: it has no row of blocks.
     """
+    show = partial(_presented, model, loss_fn=loss_fn, unties=unties)
     if loop is None or not gathers(model, loop.constants):
-        return _presented(model, batch, loss_fn, unties=unties, loop=loop)
+        return on_short_first(model, batch, partial(show, loop=loop))
     with gathering_nothing(model):  # Blocks that do not run have no logits.
         others = {name: one for name, one in loop.constants.items() if name != ROUTERS}
         quiet = replace(loop, constants=others)
-        layered = _presented(model, batch, loss_fn, unties=unties, loop=quiet)
+        layered = on_short_first(model, batch, partial(show, loop=quiet))
     row, device = row_of(layered), next(model.parameters()).device
     given = {name: batch[name].to(device) for name in layered.inputs if name in batch}
     keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
@@ -169,19 +170,6 @@ def present(
 
 
 def _presented(
-    model: nn.Module,
-    batch: Entries,
-    loss_fn: LossFunction | None,
-    *,
-    unties: bool,
-    loop: LoopUse | None,
-) -> LayeredModel:
-    """Present a model by short texts where these are enough."""
-    show = partial(_presented_by, model, loss_fn=loss_fn, unties=unties, loop=loop)
-    return on_short_first(model, batch, show)
-
-
-def _presented_by(
     model: nn.Module,
     batch: Entries,
     *,

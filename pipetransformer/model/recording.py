@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from autopipe.profile import graph_leaves
 from freeze.in_place import frozen_in_place
 
 if TYPE_CHECKING:
@@ -443,19 +444,7 @@ def _tensors_outside(model: nn.Module, inside: set[nn.Module]) -> dict[str, Tens
 
 def _sources(tensor: Tensor) -> set[int]:
     """Return by their ids the parameters that a tensor was computed from; a graph is enough."""
-    if tensor.grad_fn is None:
-        return {id(tensor)}
-    found: set[int] = set()
-    seen, left = {tensor.grad_fn}, list[Node]([tensor.grad_fn])
-    while left:
-        node = left.pop()
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            found.add(id(leaf))
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                left.append(below)
-    return found
+    return {id(one) for one in ([tensor] if tensor.is_leaf else graph_leaves([tensor]))}
 
 
 def _first_hidden(call: _Call) -> int | str:
