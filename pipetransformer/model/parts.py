@@ -142,7 +142,7 @@ def present_parts(
         unread = [
             name
             for name in entries
-            if not is_watched and is_unread(model, entries, name, run_from_rows)
+            if not is_watched and _is_unread(model, entries, name, run_from_rows)
         ]
         read = {
             name for name in varied if name in entries and _is_read(entries, name, run, record)
@@ -353,7 +353,7 @@ def _refuse_calls(record: PartRecord, model: nn.Module) -> None:
             )
 
 
-def is_unread(
+def _is_unread(
     model: nn.Module, entries: Entries, name: str, run: Callable[[Entries], list[Any]]
 ) -> bool:
     """Return whether an entry's values are of no use where the parts' answers are known."""
