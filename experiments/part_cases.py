@@ -48,13 +48,13 @@ class PartCase:
     field: str | None = None
     entries: int = 1
 
-    def in_float64(self) -> PartCase:
-        """Return the case with weights and samples in float64."""
+    def in_dtype(self, dtype: torch.dtype) -> PartCase:
+        """Return the case with weights and samples in a dtype."""
         rows = [
-            {name: one.double() if one.is_floating_point() else one for name, one in row.items()}
+            {name: one.to(dtype) if one.is_floating_point() else one for name, one in row.items()}
             for row in self.rows
         ]
-        return replace(self, build=lambda: self.build().double(), rows=rows)
+        return replace(self, build=lambda: self.build().to(dtype), rows=rows)
 
 
 @dataclass(frozen=True)

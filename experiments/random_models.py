@@ -49,14 +49,19 @@ def gpt2(width: int, depth: int, *, heads: int, words: int, **others: Any) -> nn
 
 
 def llama(width: int, depth: int, *, heads: int, words: int, **others: Any) -> nn.Module:
-    """Build a Llama whose keys have half of the heads."""
+    """Build a Llama; by default its keys have half of the heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=words, hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads,
-        num_key_value_heads=heads // 2, use_cache=False, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=1, **{"intermediate_size": 3 * width, **others},
+        use_cache=False, bos_token_id=1, eos_token_id=1,
+        **{
+            "num_key_value_heads": heads // 2,
+            "intermediate_size": 3 * width,
+            "tie_word_embeddings": False,
+            **others,
+        },
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

@@ -16,8 +16,9 @@ from experiments.gpu_check.table import table
 _ROOM = "experiments.gpu_check.phases"
 _SECONDS = {
     "card": (20, 25),
-    "loops": (200, 80),
-    "parts": (90, 40),
+    "language": (150, 40),
+    "loops": (280, 80),
+    "parts": (100, 40),
     "marked_tests": (75, 16),
     "equality": (100, 45),
     "finetuning": (65, 18),

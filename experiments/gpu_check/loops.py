@@ -93,6 +93,7 @@ class ByHand(Loop):
             case.batch_size,
             sampler=self._order,
             num_workers=case.num_workers,
+            collate_fn=case.collate,
             persistent_workers=case.num_workers > 0,
             pin_memory=device == "cuda",
         )

@@ -70,15 +70,17 @@ class LoopCase:
     Args:
         build: makes the model; every call the same one.
         blocks: the name of its list of blocks.
+        rows: a data set.
         loss_of: the loss of a batch.
         autocast_to: the dtype that is computed in; None computes as the weights are.
         eps: Adam's.
+        collate: makes a batch of samples; None stacks them.
     """
 
     name: str
     build: Callable[[], nn.Module]
     blocks: str
-    rows: Rows
+    rows: Any
     loss_of: Callable[[nn.Module, Any], Tensor]
     batch_size: int
     num_frozen: int
@@ -86,6 +88,7 @@ class LoopCase:
     num_workers: int = 0
     learning_rate: float = 1e-4
     eps: float = 1e-8
+    collate: Callable[[list[Any]], Any] | None = None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -24,7 +24,9 @@ CASES = {case.name: case for case in part_cases(TINY)}
 @pytest.mark.parametrize("name", [name if name == "resnet" else slow(name) for name in CASES])
 def test_all_loops_learn_alike_and_the_part_runs_in_the_first_epoch_alone(name: str) -> None:
     case = CASES[name]
-    plain, by_hand, ours = (kind(case.in_float64(), "cpu") for kind in (Plain, ByHand, Ours))
+    plain, by_hand, ours = (
+        kind(case.in_dtype(torch.float64), "cpu") for kind in (Plain, ByHand, Ours)
+    )
     runs: dict[Any, int] = {}
     for loop in (plain, by_hand, ours):
         deep = [one for one in loop.part.modules() if isinstance(one, nn.Conv1d | nn.Conv2d)]
