@@ -212,7 +212,8 @@ def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dic
         saved.update(storage)
         if dtypes is not None:
             dtypes.update(dict.fromkeys(storage, tensor.dtype))
-        return tensor
+        # An output that its own graph keeps would hold that graph for ever, and be held by it.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield saved

@@ -286,8 +286,9 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(left_as_found([model], device))
         stack.enter_context(_without_others_hooks(model))
         stack.enter_context(_without_zeros(model))
-        # A loop may be within a checkpoint, which counts what its forward saves.
-        stack.enter_context(saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
+        # A loop may be within a checkpoint, which counts what its forward saves. An output that
+        # its own graph keeps would hold that graph for ever, were it not detached.
+        stack.enter_context(saved_tensors_hooks(Tensor.detach, lambda saved: saved))
         try:
             yield
         finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -155,6 +157,19 @@ def test_saved_bytes_count_each_activation_once_and_no_parameter() -> None:
     assert costs[0].saved_bytes == 4 * (8 + 16)
     assert costs[0].output_bytes == 4 * 8
     assert costs[0].parameter_bytes == 4 * (8 * 16 + 16 + 16 * 8 + 8)
+
+
+def test_activations_are_freed_behind_a_measurement() -> None:
+    class Watched(nn.Tanh):  # It keeps its output.
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            outputs.append(weakref.ref(output))
+            return output
+
+    outputs: list[weakref.ref[Tensor]] = []
+    profile_sublayers(chain(nn.Sequential(nn.Linear(8, 8), Watched())), batches(2))
+    gc.collect()
+    assert outputs and not [one for one in outputs if one() is not None]
 
 
 def test_weights_that_an_autocast_casts_are_counted_by_themselves_at_any_size() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipetransformer.loop.model_watch import ModelWatch, left_alone
 
@@ -60,6 +62,18 @@ def test_what_takes_a_module_s_place_is_noticed() -> None:
     watch = ModelWatch(watched.modules())
     watched[0] = nn.Linear(2, 2)
     assert watch.replaced()
+
+
+def test_a_look_s_graph_is_freed() -> None:
+    def look() -> weakref.ref[Tensor]:
+        output = watched(torch.ones(2, 2)).tanh()  # Its graph keeps it.
+        return weakref.ref(output)
+
+    watched = module()
+    with left_alone(watched, torch.device("cpu")):
+        seen = look()
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_look_leaves_no_trace() -> None:
