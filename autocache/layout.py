@@ -1,19 +1,24 @@
 """Lay a store's rows out in a file, and map it into memory.
 
-file:  | fingerprint, condemned, writer | stamp, check, length | ... | row 0 | row 1 | ...
-row:   | field | pad | field | pad |        each field starts at a multiple of 64 bytes
+rows of one length   | header | stamp, check, length | ... | row 0 | row 1 | ...
+rows that vary       | header | stamp, check, length, room | ... | a row | a row | ... | free ...
+a row                | field | pad | field | pad |     each field starts at a multiple of 64 bytes
 
-Every byte is reserved when the file is made. Else the first write to a full file system would kill
-the process with SIGBUS.
+Rows of one length have a fixed place, and every byte is reserved when the file is made. Rows that
+vary take a room of their own length when they are first written, see `rooms`; fields that vary are
+a row's last. Bytes are reserved before they are touched: else a write to a full file system would
+kill the process with SIGBUS.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import mmap
 import os
-from dataclasses import dataclass
+import resource
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,10 +28,16 @@ from torch import Tensor, nn
 
 ALIGN_BYTES = 64
 WORD_BYTES = 8
-TAG_WORDS = 3
-"""A row's stamp, its check value, and the length of its varying fields."""
+HEADER_WORDS = ALIGN_BYTES // WORD_BYTES
+"""The layout's fingerprint, whether the store is condemned, the run that writes, the units that
+rows have taken, the file's size, and which run was told that there is no more room."""
+CONDEMNED, WRITER, TAKEN, SIZE, TOLD = range(1, 6)
 
 _PAGE_BYTES = 4096
+_UNIT_WORDS = ALIGN_BYTES // WORD_BYTES
+_MOST_PER_ROW = 3
+"""Longest rows that a file has space for, for each that it holds: what is left of a process's
+extent may be too short for the next row, and a row that grew leaves its room."""
 
 
 def round_up(num_bytes: int, unit: int) -> int:
@@ -66,6 +77,17 @@ class RowField:
         entries = np.minimum(lengths, np.uint64(most)).astype(np.int64)
         return -(-entries * (self.num_bytes // most) // WORD_BYTES)
 
+    def num_units(self, own_words: np.ndarray | None) -> np.ndarray | int:
+        """Return the units of 64 bytes that fields of so many words take; None for all."""
+        return -(-(self.num_words if own_words is None else own_words) // _UNIT_WORDS)
+
+    def expected_bytes(self, mean_length: float | None) -> int:
+        """Return what the field takes on average, by the mean of its rows' lengths."""
+        if not self.varies or mean_length is None:
+            return round_up(self.num_bytes, ALIGN_BYTES)
+        entry_bytes = self.num_bytes / max(self.shape[0], 1)
+        return round_up(math.ceil(mean_length * entry_bytes), ALIGN_BYTES)
+
     def as_words(self, values: Tensor) -> Tensor:
         """Return (B, *shape) values as (B, words) int64, filled up with zeros."""
         flat = values.contiguous().view(len(values), math.prod(self.shape)).view(torch.uint8)
@@ -77,77 +99,162 @@ class RowField:
 class RowLayout:
     """Describe a row: its fields in order.
 
+    Args:
+        mean_length: of varying fields, as far as it is known; rows are the same with another.
     Raises:
         ValueError: there is no field, or two fields share a name.
     """
 
     fields: tuple[RowField, ...]
+    mean_length: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [field.name for field in self.fields]
+        names = [one.name for one in self.fields]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"a row layout has fields {names}; give at least one, each name once")
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Return where each field starts in the row, and last where the row ends, in bytes."""
-        sizes = (round_up(field.num_bytes, ALIGN_BYTES) for field in self.fields)
+        sizes = (round_up(one.num_bytes, ALIGN_BYTES) for one in self.fields)
         return tuple(accumulate(sizes, initial=0))
 
     @property
     def row_bytes(self) -> int:
+        """Return the bytes of a row, of the longest where they vary."""
         return self.offsets[-1]
+
+    @property
+    def expected_bytes(self) -> int:
+        """Return the bytes that a row takes in a file on average."""
+        return sum(one.expected_bytes(self.mean_length) for one in self.fields)
+
+    @property
+    def varies(self) -> bool:
+        return any(one.varies for one in self.fields)
+
+    def num_units(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the (B,) units of 64 bytes that rows of these lengths take."""
+        units = np.zeros(len(lengths), np.int64)
+        for one in self.fields:
+            units += one.num_units(one.own_words(lengths))
+        return units
 
 
 @dataclass(frozen=True)
 class FileShape:
-    """State what a file holds."""
+    """State what a file holds.
+
+    Args:
+        limit_bytes: the most that rows take where they vary.
+    """
 
     layout: RowLayout
     num_rows: int
+    limit_bytes: int | None = None
+
+    @property
+    def tag_words(self) -> int:
+        """Return how many words say of a row what it is, and where it is if rows vary."""
+        return 4 if self.layout.varies else 3
 
     @property
     def rows_start(self) -> int:
         """Return where the first row begins, in bytes."""
-        return round_up(ALIGN_BYTES + TAG_WORDS * WORD_BYTES * self.num_rows, _PAGE_BYTES)
+        return round_up(ALIGN_BYTES + self.tag_words * WORD_BYTES * self.num_rows, _PAGE_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows_start + self.num_rows * self.layout.row_bytes
+        """Return the size of a file, of which rows that vary take a part."""
+        rows_bytes = self.num_rows * self.layout.row_bytes
+        if not self.layout.varies:
+            return self.rows_start + rows_bytes
+        most_bytes = _MOST_PER_ROW * rows_bytes
+        if self.limit_bytes is not None:
+            most_bytes = min(most_bytes, self.limit_bytes)
+        return self._size_for(most_bytes)
+
+    @property
+    def expected_bytes(self) -> int:
+        """Return what a file takes once all rows are written, by their mean length."""
+        rows_bytes = self.num_rows * self.layout.expected_bytes
+        if self.limit_bytes is not None and self.layout.varies:
+            rows_bytes = min(rows_bytes, self.limit_bytes)
+        return self.rows_start + rows_bytes
 
     @property
     def fingerprint(self) -> np.uint64:
-        text = repr((self.layout, self.num_rows))
+        what = (self.layout, self.num_rows)
+        text = repr(("packed", *what) if self.layout.varies else what)
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return np.uint64(int.from_bytes(digest, "little"))
 
+    def num_units(self, size: int) -> int:
+        """Return how many units a file of this size has for rows that vary."""
+        return (size - self.rows_start - self.layout.row_bytes) // ALIGN_BYTES
+
     def reserve(self, descriptor: int, path: Path) -> mmap.mmap:
-        """Map every byte of a new file, with all rows empty; see `RowStore.create`."""
+        """Map a new file, with all rows empty; see `RowStore.create`.
+
+        Every byte is reserved, but those of rows that vary.
+        """
         if self.num_rows < 1:
             raise ValueError(f"a row store has {self.num_rows} rows; give at least 1, or no store")
+        free_bytes = _room(descriptor)
         try:
-            os.posix_fallocate(descriptor, 0, self.num_bytes)
-            mapping = mmap.mmap(descriptor, self.num_bytes)
-            np.frombuffer(mapping, np.uint64, count=1)[0] = self.fingerprint
-            return mapping
+            size = self._made(descriptor, free_bytes)
+            return self.prepare(mmap.mmap(descriptor, size))
         except OSError as error:
-            free = os.fstatvfs(descriptor)
             raise OSError(
                 error.errno,
-                f"the cache needs {self.num_bytes} bytes at {path} and could not get them "
-                f"({error.strerror}; {free.f_bavail * free.f_frsize} bytes are free); "
+                f"the cache needs {self.expected_bytes} bytes at {path} and could not get them "
+                f"({error.strerror}; {free_bytes} bytes are free); "
                 "cache fewer rows, or put the file on a larger file system",
             ) from error
 
-    def open(self, path: Path) -> mmap.mmap:
+    def prepare(self, mapping: mmap.mmap) -> mmap.mmap:
+        """Write the header of a new file, or of memory."""
+        header = np.frombuffer(mapping, np.uint64, count=HEADER_WORDS)
+        header[[0, SIZE]] = self.fingerprint, len(mapping) if self.layout.varies else 0
+        return mapping
+
+    def open(self, descriptor: int, path: Path) -> mmap.mmap:
         """Map a file that another process of this node has made; see `RowStore.open`."""
-        with path.open("rb+") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == self.num_bytes:
-                mapping = mmap.mmap(file.fileno(), size)
-                if np.frombuffer(mapping, np.uint64, count=1)[0] == self.fingerprint:
-                    return mapping
+        size = os.fstat(descriptor).st_size
+        if size == self.num_bytes or (self.layout.varies and self.num_units(size) >= 0):
+            mapping = mmap.mmap(descriptor, size)
+            header = np.frombuffer(mapping, np.uint64, count=HEADER_WORDS)
+            # A file that was cut short lacks rows.
+            is_whole = not self.layout.varies or header[SIZE] == size
+            if header[0] == self.fingerprint and is_whole:
+                return mapping
         raise ValueError(
             f"cache file {path} of {size} bytes has another layout than the {self.num_rows} rows "
             f"of {self.layout.fields} asked for ({self.num_bytes} bytes); open it as created"
         )
+
+    def _made(self, descriptor: int, free_bytes: int) -> int:
+        """Give a new file its size, reserve what is used at once, and return the size."""
+        if not self.layout.varies:
+            os.posix_fallocate(descriptor, 0, self.num_bytes)
+            return self.num_bytes
+        if self.expected_bytes > free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        beside_bytes = self._size_for(0)
+        size = min(self.num_bytes, self._size_for(max(0, free_bytes - beside_bytes)))
+        os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, self.rows_start)
+        return size
+
+    def _size_for(self, rows_bytes: int) -> int:
+        # One row more, never touched, so that each unit begins a window of a whole row.
+        rows_bytes -= rows_bytes % ALIGN_BYTES
+        return self.rows_start + rows_bytes + self.layout.row_bytes
+
+
+def _room(descriptor: int) -> int:
+    """Return how many bytes a file can take, by its system and by this process's limit."""
+    system = os.fstatvfs(descriptor)
+    free_bytes = system.f_bavail * system.f_frsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return free_bytes if limit == resource.RLIM_INFINITY else min(free_bytes, limit)

@@ -314,8 +314,8 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
             raise ValueError(f"{folder} is being removed")
         file = os.open(folder / _ROWS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         undone.callback(os.close, file)
-        mapping = FileShape(layout, num_rows).open(folder / _ROWS)
-        store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping)
+        mapping = FileShape(layout, num_rows).open(file, folder / _ROWS)
+        store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping, descriptor=file)
         if store.is_condemned():
             raise ValueError("they were found to be wrong")
         found = OpenSet(folder, store, (own, file), is_used=is_used)

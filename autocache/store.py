@@ -7,8 +7,9 @@ without locks. The sum is of the row's words, each times an odd factor of its pl
 It changes with any one word, and where words change places.
 
 Source: AutoCache, PipeTransformer section 3.4, keeps a dictionary of files in shared memory. Ours
-is one file of fixed slots, written in place, whose size is reserved when it is created. Of a row
-whose length varies only its own bytes are touched.
+is one file, written in place. Rows of one length have slots that are reserved when it is created;
+rows that vary take rooms of their own length. A room needs no check of its own: the sum is of what
+lies there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ import torch
 from torch import Tensor
 
 from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
-from autocache.layout import ALIGN_BYTES, TAG_WORDS, WORD_BYTES, FileShape, RowField, RowLayout
+from autocache.layout import (
+    ALIGN_BYTES,
+    CONDEMNED,
+    HEADER_WORDS,
+    WORD_BYTES,
+    WRITER,
+    FileShape,
+    RowField,
+    RowLayout,
+)
+from autocache.rooms import Rooms
 
 _BLOCK_BYTES = 1 << 21
 """Bytes copied before they are summed: few enough to be in the CPU's cache still."""
@@ -53,59 +64,99 @@ class RowStore(ActivationStore):
         num_rows: int,
         *,
         mapping: mmap.mmap,
+        descriptor: int | None = None,
         unlink: Callable[[], None] | None = None,
     ) -> None:
-        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`."""
+        """Wrap a file, which stays mapped while these arrays live; for `create` and `open`.
+
+        A descriptor is copied; None is memory.
+        """
         super().__init__(layout, num_rows)
         self.path = path
         self._has_warned, self._unlink = False, unlink
         self._shape = shape = FileShape(layout, num_rows)
         self._mapping: mmap.mmap | None = mapping
-        # The layout's fingerprint, whether the store is condemned, and the run that writes.
-        self._header = np.frombuffer(mapping, np.uint64, count=3)
+        self._header = np.frombuffer(mapping, np.uint64, count=HEADER_WORDS)
         self._tags = np.frombuffer(
-            mapping, np.uint64, count=TAG_WORDS * num_rows, offset=ALIGN_BYTES
-        ).reshape(num_rows, TAG_WORDS)
+            mapping, np.uint64, count=shape.tag_words * num_rows, offset=ALIGN_BYTES
+        ).reshape(num_rows, shape.tag_words)
         row_words = layout.row_bytes // WORD_BYTES
-        table = torch.frombuffer(
-            mapping, dtype=torch.int64, count=num_rows * row_words, offset=shape.rows_start
-        ).view(num_rows, row_words)
+        num_words = (len(mapping) - shape.rows_start) // WORD_BYTES
+        words = torch.frombuffer(
+            mapping, dtype=torch.int64, count=num_words, offset=shape.rows_start
+        )
         factors = (
             np.random.default_rng(0).integers(1 << 63, size=row_words, dtype=np.uint64) * 2 + 1
         )
+        self._rooms: Rooms | None = None
+        if layout.varies:
+            own = None if descriptor is None else os.dup(descriptor)
+            num_units = shape.num_units(len(mapping))
+            self._rooms = Rooms(path, self._header, num_units, shape.rows_start, own)
         # Each field's words in the file, and the factors of their check.
         self._parts: list[tuple[RowField, Tensor, np.ndarray]] = []
         for field, offset in zip(layout.fields, layout.offsets, strict=False):
             start, num = offset // WORD_BYTES, field.num_words
-            self._parts.append((field, table.narrow(1, start, num), factors[start : start + num]))
+            if layout.varies:
+                # A window begins at each unit, and overlaps the next ones.
+                size, steps = (num_units, num), (ALIGN_BYTES // WORD_BYTES, 1)
+                table = words.as_strided(size, steps)
+            else:
+                table = words.view(num_rows, row_words).narrow(1, start, num)
+            self._parts.append((field, table, factors[start : start + num]))
+        # What follows a field that varies would begin elsewhere in each row.
+        self._parts.sort(key=lambda part: part[0].varies)
 
     @classmethod
-    def create(cls, path: str | Path, layout: RowLayout, num_rows: int) -> RowStore:
+    def create(
+        cls,
+        path: str | Path,
+        layout: RowLayout,
+        num_rows: int,
+        *,
+        limit_bytes: int | None = None,
+    ) -> RowStore:
         """Create the file, in /dev/shm for memory, all rows empty, and reserve every byte of it.
 
+        Rows that vary reserve theirs when they are first written. Where there is no room for one
+        by then, it is not kept, with one warning.
+
+        Args:
+            limit_bytes: the most that rows take where they vary.
         Raises:
             ValueError: `num_rows` is less than 1.
             FileExistsError: `path` exists.
-            OSError: the file system has too little space.
+            OSError: the file system has too little space, also for rows of the expected length.
         """
+        shape = FileShape(layout, num_rows, limit_bytes)
         path = Path(path)
         with open(path, "xb+", opener=partial(os.open, mode=0o600)) as file:
             try:
-                mapping = FileShape(layout, num_rows).reserve(file.fileno(), path)
+                mapping = shape.reserve(file.fileno(), path)
+                unlink = partial(path.unlink, missing_ok=True)
+                return cls(
+                    path,
+                    layout,
+                    num_rows,
+                    mapping=mapping,
+                    descriptor=file.fileno(),
+                    unlink=unlink,
+                )
             except BaseException:
                 path.unlink()
                 raise
-        unlink = partial(path.unlink, missing_ok=True)
-        return cls(path, layout, num_rows, mapping=mapping, unlink=unlink)
 
     @classmethod
     def in_memory(cls, layout: RowLayout, num_rows: int) -> RowStore:
         """Make a store that no other process can open, on no file system."""
-        mapping = mmap.mmap(-1, FileShape(layout, num_rows).num_bytes)
+        shape = FileShape(layout, num_rows)
+        mapping = shape.prepare(mmap.mmap(-1, shape.num_bytes))
         return cls(Path("memory"), layout, num_rows, mapping=mapping)
 
     @classmethod
-    def create_nameless(cls, folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
+    def create_nameless(
+        cls, folder: Path, layout: RowLayout, num_rows: int, *, limit_bytes: int | None = None
+    ) -> RowStore:
         """Create a file without a name in a folder, so that a kill at any moment leaves nothing.
 
         Other processes open it by `path`, which leads through this process's descriptor.
@@ -124,13 +175,18 @@ class RowStore(ActivationStore):
                 raise
             raise NamelessFilesError(error.errno, f"{folder}: {error.strerror}") from error
         try:
-            mapping = FileShape(layout, num_rows).reserve(descriptor, folder)
+            mapping = FileShape(layout, num_rows, limit_bytes).reserve(descriptor, folder)
+            return cls(
+                Path(f"/proc/{os.getpid()}/fd/{descriptor}"),
+                layout,
+                num_rows,
+                mapping=mapping,
+                descriptor=descriptor,
+                unlink=partial(os.close, descriptor),
+            )
         except BaseException:
             os.close(descriptor)
             raise
-        path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-        unlink = partial(os.close, descriptor)
-        return cls(path, layout, num_rows, mapping=mapping, unlink=unlink)
 
     @classmethod
     def open(cls, path: str | Path, layout: RowLayout, num_rows: int) -> RowStore:
@@ -140,8 +196,11 @@ class RowStore(ActivationStore):
             FileNotFoundError: `path` was not created yet, or is unlinked already.
             ValueError: the file was created with another layout or number of rows.
         """
-        path = Path(path)
-        return cls(path, layout, num_rows, mapping=FileShape(layout, num_rows).open(path))
+        with Path(path).open("rb+") as file:
+            mapping = FileShape(layout, num_rows).open(file.fileno(), Path(path))
+            return cls(
+                Path(path), layout, num_rows, mapping=mapping, descriptor=file.fileno()
+            )
 
     def __enter__(self) -> RowStore:
         return self
@@ -165,34 +224,45 @@ class RowStore(ActivationStore):
         # The last array to go unmaps the file; by hand it fails while a traceback holds one.
         self._mapping = None
         self._parts.clear()
-        self._header = np.zeros(3, np.uint64)
-        self._tags = np.empty((0, TAG_WORDS), np.uint64)
+        if self._rooms is not None:
+            self._rooms.close()
+        self._header, self._rooms = np.zeros(HEADER_WORDS, np.uint64), None
+        self._tags = np.empty((0, self._shape.tag_words), np.uint64)
 
     @property
     def num_bytes(self) -> int:
-        return self._shape.num_bytes
+        """Return what the store has reserved: of rows that vary, what is written by now."""
+        if not self.layout.varies:
+            return self._shape.num_bytes
+        rooms = self._rooms
+        taken = 0 if rooms is None else rooms.num_taken
+        return self._shape.rows_start + taken * ALIGN_BYTES
 
     def is_condemned(self) -> bool:
-        return bool(self._header[1])
+        return bool(self._header[CONDEMNED])
 
     def condemn(self) -> bool:
         """Let no process read a row any more; return whether this call was the first."""
         first = not self.is_condemned()
-        self._header[1] = 1
+        self._header[CONDEMNED] = 1
         return first
 
     def read(
         self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
         slots, fits = self._slots(ids)
-        before, _, lengths = self._tags[slots].T
+        tags = self._tags[slots]
+        before, lengths = tags[:, 0], tags[:, 2]
         depth = self._depths(before, fits, stamps)
         found = depth > 0
         buffers = self.buffers(len(slots)) if into is None else into
-        rows, sums = self._gather(slots, found, lengths, buffers, in_background=in_background)
+        places, is_there = self._places(slots, tags)
+        rows, sums = self._gather(
+            places, found & is_there, lengths, buffers, in_background=in_background
+        )
         # Read again: a writer may have been at work while the rows were copied.
-        after, checks, _ = self._tags[slots].T
-        intact = _check_values(sums, slots, before, lengths) == checks
+        after, checks = self._tags[slots, :2].T
+        intact = is_there & (_check_values(sums, slots, before, lengths) == checks)
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
@@ -209,13 +279,17 @@ class RowStore(ActivationStore):
 
     def expect(self, ids: Tensor) -> None:
         slots, fits = self._slots(ids)
-        num_bytes, page = self.layout.row_bytes, mmap.PAGESIZE
         if self._mapping is None or sys.platform != "linux":
             return
-        for slot in slots[fits].tolist():
-            start = self._shape.rows_start + slot * num_bytes
-            beside = start % page
-            self._mapping.madvise(mmap.MADV_WILLNEED, start - beside, num_bytes + beside)
+        tags = self._tags[slots[fits]]
+        places, is_there = self._places(slots[fits], tags)
+        starts, sizes = places * self.layout.row_bytes, np.full(len(tags), self.layout.row_bytes)
+        if self._rooms is not None:
+            starts, sizes = places * ALIGN_BYTES, self.layout.num_units(tags[:, 2]) * ALIGN_BYTES
+        starts += self._shape.rows_start
+        besides = starts % mmap.PAGESIZE
+        for start, size in zip(starts - besides, sizes + besides, strict=True):
+            self._mapping.madvise(mmap.MADV_WILLNEED, int(start), int(size))
 
     def warn_of_damage(self, read: RowRead) -> None:
         if read.num_corrupt and not self._has_warned:
@@ -237,11 +311,11 @@ class RowStore(ActivationStore):
     @property
     def writer(self) -> int:
         """Return the number of the run that writes kept rows; 0 for none."""
-        return int(self._header[2])
+        return int(self._header[WRITER])
 
     @writer.setter
     def writer(self, run: int) -> None:
-        self._header[2] = run
+        self._header[WRITER] = run
 
     def write(
         self,
@@ -265,15 +339,37 @@ class RowStore(ActivationStore):
             own = lengths[kept].numpy().astype(np.uint64)
         # Before any byte changes: a reader must not find the old stamp over new bytes.
         self._tags[slots, 0] = 0
+        places = slots
+        if self._rooms is not None:
+            rooms = self._rooms.take(self._tags[slots, 3], self.layout.num_units(own))
+            has_room = rooms > 0
+            if not has_room.all():
+                slots, kept, own = slots[has_room], kept[has_room], own[has_room]
+                rooms = rooms[has_room]
+            places, _ = self._rooms.begin(rooms, own)
         sums = np.zeros(len(slots), np.uint64)
         for field, words, factors in self._parts:
             values = rows[field.name].detach().cpu()
             values = values if len(kept) == len(values) else values.index_select(0, kept)
-            sums += copy_in(slots, field.as_words(values), words, field.own_words(own), factors)
+            own_words = field.own_words(own)
+            sums += copy_in(places, field.as_words(values), words, own_words, factors)
+            if self._rooms is not None:
+                places = places + field.num_units(own_words)
+        if self._rooms is not None:
+            self._tags[slots, 3] = rooms
         self._tags[slots, 2] = own
         # Place, stamp and length enter the check: bytes never pass under another of them.
         self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
         self._tags[slots, 0] = stamp
+
+    def _places(
+        self, slots: np.ndarray, tags: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | np.bool_]:
+        """Return where rows are in the tables of their fields, and whether they can be there."""
+        if self._rooms is None:
+            return slots, np.True_
+        # A hole in the file must not be touched: its system may have no room for it.
+        return self._rooms.begin(tags[:, 3], self.layout.num_units(tags[:, 2]))
 
     def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Stamps) -> np.ndarray:
         """Return the depth of each stamp that was found, 0 for none."""
@@ -296,7 +392,7 @@ class RowStore(ActivationStore):
 
     def _gather(
         self,
-        slots: np.ndarray,
+        places: np.ndarray,
         found: np.ndarray,
         lengths: np.ndarray,
         buffers: Mapping[str, Tensor],
@@ -305,18 +401,21 @@ class RowStore(ActivationStore):
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
-        source = np.where(found, slots, slots.max(initial=0, where=found))
-        sums, rows, any_found = np.zeros(len(slots), np.uint64), {}, bool(found.any())
+        source = np.where(found, places, places.max(initial=0, where=found))
+        lengths = np.where(found, lengths, np.uint64(0))
+        sums, rows, any_found = np.zeros(len(places), np.uint64), {}, bool(found.any())
         for field, words, factors in self._parts:
-            copied = buffers[field.name][: len(slots)]
+            copied = buffers[field.name][: len(places)]
             if any_found:
                 own = field.own_words(lengths)
                 sums += copy_out(source, words, copied, own, factors, in_background=in_background)
+                if self._rooms is not None:
+                    source = source + field.num_units(own)
             values = copied.view(field.dtype)
             # A field whose bytes are no whole words is filled up behind its last value.
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
-            rows[field.name] = values.view(len(slots), *field.shape)
+            rows[field.name] = values.view(len(places), *field.shape)
         return rows, sums
 
 
@@ -365,7 +464,10 @@ def copy_in(
     """Copy rows of a field into the file, and return their checks; see `copy_out`."""
     given = values.numpy().view(np.uint64)
     if own is None:
-        words[torch.from_numpy(ids)] = values
+        if words.stride(0) < words.shape[1]:
+            words.numpy()[ids] = values.numpy()  # torch writes to no rows that overlap.
+        else:
+            words[torch.from_numpy(ids)] = values
         return np.matmul(given, factors)
     table, checks = words.numpy().view(np.uint64), np.empty(len(ids), np.uint64)
     for row, (slot, num) in enumerate(zip(ids.tolist(), own.tolist(), strict=True)):

@@ -71,7 +71,7 @@ def test_of_random_corruptions_each_is_detected_or_harmless(
         store.write(ids, STAMP, rows, lengths)
         store.write(ids[:2], OTHER_STAMP, {k: v[:2] for k, v in rows.items()}, lengths)
         with open(store.path, "rb+") as opened:
-            file = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.uint8)
+            file = np.frombuffer(mmap.mmap(opened.fileno(), store.num_bytes), np.uint8)
         pristine = file.copy()
         for n in range(num_damages):
             for _ in range(rng.integers(1, 3)):
