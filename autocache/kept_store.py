@@ -70,6 +70,7 @@ class KeptStore(StoreProxy):
         self._trusted: set[int] = set()
         self._first = kept.sets.obtain(kept.made_at(stamp), layout, num_rows, kept.about)
         super().__init__(self._first.store)
+        self.layout = layout  # The same one, with the length that is expected.
         self._sets: dict[int, OpenSet | None] = {stamp: self._first}
         self._may_write(self._first, stamp)
         # The set of layers that were edited since: one at a time, or each edit would leave one.

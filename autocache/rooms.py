@@ -50,7 +50,12 @@ class Rooms:
     """
 
     def __init__(
-        self, path: Path, header: np.ndarray, num_units: int, rows_start: int, descriptor: int | None
+        self,
+        path: Path,
+        header: np.ndarray,
+        num_units: int,
+        rows_start: int,
+        descriptor: int | None,
     ) -> None:
         self._path, self._header = path, header
         self._num_units = num_units = min(num_units, _MOST_UNITS)

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -42,7 +43,11 @@ _LOCK, _ROWS, _ABOUT, _PREFIX = "lock", "rows", "about.json", "rows-"
 _LOCK_TIMEOUT_S = 120.0
 """The lock is held while a file is reserved: seconds for a large one on a slow disk."""
 _POLL_S = 0.01
+_BLOCK_BYTES = 512
+"""Of `st_blocks`, whatever the file system."""
 _MOST_ROWS = 1 << 40
+_SPARE = 1.1
+"""Times the expected bytes that a set of unequal rows may take below a limit."""
 
 MadeFrom = Mapping[str, Any]
 """All that decides what rows hold, as plain values of JSON. "stamp" is that of the layers."""
@@ -56,7 +61,7 @@ class SetFacts:
         name: of its folder.
         about: what a person wants to know of it; decides nothing.
         num_rows, num_whole: rows that it has room for, and that are written.
-        num_bytes: of its file.
+        num_bytes: that its file takes.
         last_used: when a process began or ended to use it, in seconds since 1970.
         is_used: whether a process uses it now.
     """
@@ -201,7 +206,7 @@ class RowSets:
         self, found: OpenSet, layout: RowLayout, num_rows: int
     ) -> OpenSet | None:
         """Remove a set that was made for a smaller limit; return it where it stays."""
-        wanted = FileShape(layout, num_rows).num_bytes
+        wanted = FileShape(layout, num_rows).rows_start + num_rows * _claimed(layout)
         others = sum(_size_of(one) for one in self._set_folders() if one != found.folder)
         fits = self._limit_bytes is None or others + wanted <= self._limit_bytes
         free = shutil.disk_usage(self.folder).free
@@ -217,8 +222,7 @@ class RowSets:
         for one in self._set_folders():
             if not (one / _ABOUT).exists():  # Its maker was killed.
                 _delete(one)
-        row_bytes = FileShape(layout, 2).num_bytes - FileShape(layout, 1).num_bytes
-        beside = FileShape(layout, num_rows).num_bytes - num_rows * row_bytes
+        row_bytes, beside = _claimed(layout), FileShape(layout, num_rows).rows_start
         room = self._room(beside + num_rows * row_bytes) - beside
         num_rows = min(num_rows, room // row_bytes)
         if num_rows < 1:
@@ -229,8 +233,11 @@ class RowSets:
         folder.mkdir(mode=0o700, exist_ok=True)  # A file that is not ours may have kept it.
         try:
             with open(folder / _ROWS, "xb+", opener=partial(os.open, mode=0o600)) as file:
-                FileShape(layout, num_rows).reserve(file.fileno(), folder / _ROWS)
+                limit_bytes = None if self._limit_bytes is None else num_rows * row_bytes
+                shape = FileShape(layout, num_rows, limit_bytes)
+                shape.reserve(file.fileno(), folder / _ROWS)
             facts = {**_described(made_from, layout), "num_rows": num_rows, "about": about}
+            facts["claimed_bytes"] = shape.rows_start + num_rows * row_bytes
             (folder / _ABOUT).write_text(json.dumps(facts, indent=1))
         except BaseException:
             _delete(folder)
@@ -294,7 +301,7 @@ def _facts_of(folder: Path) -> SetFacts | None:
                 about=facts["about"],
                 num_rows=one.store.num_rows,
                 num_whole=int(one.store.find(ids, stamps).sum()),
-                num_bytes=one.store.num_bytes,
+                num_bytes=_taken_by(folder),
                 last_used=_last_used(folder),
                 is_used=is_used,
             )
@@ -392,11 +399,30 @@ def _last_used(folder: Path) -> float:
         return 0.0
 
 
+def _claimed(layout: RowLayout) -> int:
+    """Return the bytes that a limit counts for each row of a set, whether it is written or not."""
+    if not layout.varies:
+        return layout.row_bytes
+    return min(layout.row_bytes, math.ceil(_SPARE * layout.expected_bytes))
+
+
 def _size_of(folder: Path) -> int:
+    """Return what a set takes, or may take yet by what its maker has claimed for it."""
     try:
-        return (folder / _ROWS).stat().st_size
+        claimed = json.loads((folder / _ABOUT).read_text())["claimed_bytes"]
+    except (OSError, TypeError, LookupError, ValueError, RecursionError):
+        claimed = 0  # Of an earlier version, or damaged.
+    taken = _taken_by(folder)
+    return max(taken, claimed) if type(claimed) is int else taken
+
+
+def _taken_by(folder: Path) -> int:
+    """Return the bytes that a set's file takes on its disk: of unequal rows not its whole size."""
+    try:
+        found = (folder / _ROWS).stat()
     except FileNotFoundError:
         return 0
+    return min(found.st_size, found.st_blocks * _BLOCK_BYTES)
 
 
 def _delete(folder: Path) -> None:

@@ -198,9 +198,7 @@ class RowStore(ActivationStore):
         """
         with Path(path).open("rb+") as file:
             mapping = FileShape(layout, num_rows).open(file.fileno(), Path(path))
-            return cls(
-                Path(path), layout, num_rows, mapping=mapping, descriptor=file.fileno()
-            )
+            return cls(Path(path), layout, num_rows, mapping=mapping, descriptor=file.fileno())
 
     def __enter__(self) -> RowStore:
         return self

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,13 +75,20 @@ class _Offer:
 
 
 def share_store(
-    world: World, folder: str | Path, layout: RowLayout, num_rows: int
+    world: World,
+    folder: str | Path,
+    layout: RowLayout,
+    num_rows: int,
+    *,
+    limit_bytes: int | None = None,
 ) -> RowStore | None:
     """Create a store on every node, with fewer rows where one lacks room for all. Collective.
 
     The default folder is replaced by that of temporary files where it is too small, as /dev/shm
     is in containers. A folder that the user chose is not replaced.
 
+    Args:
+        limit_bytes: the most that unequal rows take.
     Returns:
         None on all ranks where a node has no room for a tenth of the rows.
     """
@@ -88,11 +96,12 @@ def share_store(
     if places[0] == Path(TrainConfig.cache_folder):
         with suppress(FileNotFoundError):  # No folder for temporary files can be written to.
             places.append(Path(tempfile.gettempdir()))
-    store, outcome = _share(world, places, layout, num_rows)
+    share = partial(_share, world, places, layout, limit_bytes=limit_bytes)
+    store, outcome = share(num_rows)
     cause, held = outcome.cause, num_rows
     if store is None and _LEAST_SHARE * num_rows <= outcome.num_fitting < num_rows:
         held = outcome.num_fitting
-        store, outcome = _share(world, places, layout, held, in_need=True)
+        store, outcome = share(held, in_need=True)
     if world.is_main and store is None:
         _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", cause)
     elif world.is_main and cause:
@@ -114,6 +123,7 @@ def _share(
     num_rows: int,
     *,
     in_need: bool = False,
+    limit_bytes: int | None,
 ) -> tuple[RowStore | None, _Offer]:
     """Create a store on every node in the first place that takes it. Collective.
 
@@ -126,7 +136,8 @@ def _share(
     store, offer, failure = None, None, ""
     with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
         if leads:
-            store, offer = _make(places, layout, num_rows, in_need=in_need)
+            create = partial(_create, layout=layout, num_rows=num_rows, limit_bytes=limit_bytes)
+            store, offer = _make(places, create, layout, num_rows, in_need=in_need)
         if store is not None:
             undone.callback(store.close)
         told = gather_json(offer and asdict(offer), group=group)
@@ -161,7 +172,12 @@ def _joined(offers: Sequence[_Offer], failures: Sequence[str]) -> _Offer:
 
 
 def _make(
-    places: Sequence[Path], layout: RowLayout, num_rows: int, *, in_need: bool
+    places: Sequence[Path],
+    create: Callable[[Path], RowStore],
+    layout: RowLayout,
+    num_rows: int,
+    *,
+    in_need: bool,
 ) -> tuple[RowStore | None, _Offer]:
     """Make a store in the first place that takes it."""
     causes: list[str] = []
@@ -170,7 +186,7 @@ def _make(
             if (in_need or causes) and num_rows > (num := _num_fitting(place, layout)):
                 what = f"{place} has room for {num} rows beside what others need"
                 raise OSError(errno.ENOSPC, what)
-            store = _create(place, layout, num_rows)
+            store = create(place)
         except OSError as error:
             causes.append(str(error))
         else:
@@ -180,22 +196,25 @@ def _make(
 
 
 def _num_fitting(place: Path, layout: RowLayout) -> int:
-    """Return how many rows fit into a place that keeps some room; 0 where it is no place."""
+    """Return how many rows fit into a place that keeps some room; 0 where it is no place.
+
+    Rows of unequal lengths count by the one that is expected.
+    """
     try:
         free = shutil.disk_usage(place).free
     except OSError:
         return 0
-    return int(_SHARE * free) // (layout.row_bytes + _BESIDE_ROW_BYTES)
+    return int(_SHARE * free) // (layout.expected_bytes + _BESIDE_ROW_BYTES)
 
 
-def _create(folder: Path, layout: RowLayout, num_rows: int) -> RowStore:
+def _create(folder: Path, layout: RowLayout, num_rows: int, limit_bytes: int | None) -> RowStore:
     """Create the file of a node's cache, without a name where such files can be made."""
     try:
-        return RowStore.create_nameless(folder, layout, num_rows)
+        return RowStore.create_nameless(folder, layout, num_rows, limit_bytes=limit_bytes)
     except NamelessFilesError as error:
         _LOGGER.info("the cache's file has a name until all have opened it: %s", error)
         name = f"pipetransformer-{os.getpid()}-{time.time_ns()}"
-        return RowStore.create(folder / name, layout, num_rows)
+        return RowStore.create(folder / name, layout, num_rows, limit_bytes=limit_bytes)
 
 
 def share_kept(
@@ -290,13 +309,24 @@ def behind(world: World, store: ActivationStore) -> ActivationStore:
 def make_store(
     world: World, config: TrainConfig, layout: RowLayout, num_rows: int
 ) -> ActivationStore | None:
-    """Make a store; None on all ranks where a node has no room for one. Collective."""
-    if _wants_device(world, config, layout, num_rows):
-        store = _on_device(world, layout, num_rows)
+    """Make a store within the limit; None on all ranks where a node has no room. Collective.
+
+    On a device each row has room for the longest, so that a limit holds fewer.
+    """
+    limit = config.cache_limit_bytes
+    num_on_device = rows_within(limit, num_rows, layout.row_bytes)
+    if _wants_device(world, config, layout, num_rows) and num_on_device > 0:
+        store = _on_device(world, layout, num_on_device)
         if store is not None:
             return store
-    shared = share_store(world, config.cache_folder, layout, num_rows)
+    num_rows = rows_within(limit, num_rows, layout.expected_bytes)
+    shared = share_store(world, config.cache_folder, layout, num_rows, limit_bytes=limit)
     return None if shared is None else behind(world, shared)
+
+
+def rows_within(limit_bytes: int | None, num_rows: int, row_bytes: int) -> int:
+    """Return how many rows a limit allows."""
+    return num_rows if limit_bytes is None else min(num_rows, limit_bytes // max(row_bytes, 1))
 
 
 def check_device(config: TrainConfig, device: torch.device) -> None:
@@ -325,8 +355,13 @@ def _wants_device(world: World, config: TrainConfig, layout: RowLayout, num_rows
     if config.cache_device != "auto":
         return config.cache_device == "cuda"
     # Several processes could not read each other's rows, and each shuffle deals samples anew.
+    # Where a limit allows a file more rows than a device, they lie in a file.
+    limit = config.cache_limit_bytes
+    num_rows, num_on_device = (
+        rows_within(limit, num_rows, row) for row in (layout.expected_bytes, layout.row_bytes)
+    )
     needed = device_bytes(layout, num_rows)
-    return world.size == 1 and needed <= room_on_device(world.device)
+    return num_rows == num_on_device and world.size == 1 and needed <= room_on_device(world.device)
 
 
 def _on_device(world: World, layout: RowLayout, num_rows: int) -> DeviceStore | None:

@@ -21,6 +21,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _MOST_COMPARED = 16
 """Samples whose shapes are compared where no mask tells their lengths."""
+_MOST_MEASURED = 64
+"""Samples by whose lengths it is told what rows take, where not all are known."""
 
 
 class RowFormat:
@@ -42,6 +44,7 @@ class RowFormat:
         self.content, self.targets = RowContent(()), TargetSource(samples, sides)
         self._positions: Positions | None = None
         self._was_compared, self._trouble = False, ""
+        self._mean: float | None = None
         self._pads_elsewhere = False
 
     def unstored_content(self) -> RowContent:
@@ -100,24 +103,25 @@ class RowFormat:
         found = broadcast_json(found, group=self._world.group)
         if found is None:
             return None
-        keep, computed, fields, positions = found
+        keep, computed, fields, positions, mean_length = found
         self._positions = None if positions is None else Positions(*positions)
         self.content = self._describe(tuple(keep), getattr(torch, computed))
         return RowLayout(
             tuple(
                 RowField(name, tuple(shape), getattr(torch, dtype), varies)
                 for name, shape, dtype, varies in fields
-            )
+            ),
+            mean_length,
         )
 
-    def longest_over(self, batch: Batch) -> float:
-        """Return the longest sample's length over that of a batch's samples."""
-        if self._world.is_main:
-            self._compare_samples()
-        positions = self._positions
-        if positions is None:
+    def mean_over(self, batch: Batch) -> float:
+        """Return samples' mean length over that of a batch's padded ones; 1 if none is known."""
+        mask = self._task.model.padding_mask
+        if mask not in batch or not self._world.is_main:
             return 1.0
-        return positions.most / batch[positions.mask].shape[1]
+        assert mask is not None
+        self._compare_samples()
+        return self._mean_length(mask) / batch[mask].shape[1]
 
     def padding_may_matter(self) -> bool:
         """Return whether samples have unequal lengths, and padding may have an effect."""
@@ -160,7 +164,17 @@ class RowFormat:
         spread = None
         if positions is not None:
             spread = [positions.mask, positions.names, positions.most, dict(positions.padding)]
-        return [list(content.keep), _spell(content.computed_dtype), fields, spread]
+        mask = content.padding_mask
+        mean_length = self._mean_length(mask) if mask is not None and layout.varies else None
+        return [list(content.keep), _spell(content.computed_dtype), fields, spread, mean_length]
+
+    def _mean_length(self, mask: str) -> float:
+        """Return the mean of samples' own lengths: of all if they are known, or of some."""
+        if self._mean is None:
+            probes = (self._samples.probe([one]) for one in self._samples.spread(_MOST_MEASURED))
+            lengths = [int(own_lengths(probe[mask])) for probe in probes if mask in probe]
+            self._mean = sum(lengths) / max(len(lengths), 1)
+        return self._mean
 
     def _compare_samples(self) -> None:
         """Find out, once, whether samples have unequal lengths, and how they are padded."""
@@ -216,6 +230,7 @@ class RowFormat:
             batches = (samples.probe([index]) for index in every)
             lengths = [int(own_lengths(b[mask])) if mask in b else 0 for b in batches]
         found = torch.tensor(lengths)
+        self._mean = float(found.double().mean())
         return [int(found.argmin()), int(found.argmax())]
 
     @property

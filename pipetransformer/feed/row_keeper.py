@@ -27,6 +27,7 @@ from pipetransformer.feed.node_store import (
     behind,
     check_device,
     make_store,
+    rows_within,
     share_kept,
     warn_of_others,
 )
@@ -132,7 +133,7 @@ class RowKeeper:
             )
 
     def most_bytes(self, profile: Profile, measured: Batch) -> int:
-        """Estimate the most that a node's cache will take, whatever freezes.
+        """Estimate the most that a node's cache will take in a file, whatever freezes.
 
         Args:
             profile: knows the bytes of a sample's activations.
@@ -140,7 +141,7 @@ class RowKeeper:
         """
         model, config = self._task.model, self._task.config
         row_bytes = max(profile.prefix_bytes(num + 1) for num in range(model.num_layers))
-        row_bytes *= self.format.longest_over(measured)
+        row_bytes *= self.format.mean_over(measured)
         if config.cache_dtype is not None:
             weights = next(model.model.parameters()).dtype
             computed = self._task.computes_in or weights
@@ -223,15 +224,13 @@ class RowKeeper:
             self.store = self._kept_store(layout, num_rows)
             self._gave_up = self.store is None
             return
-        if limit is not None:
-            num_rows = min(num_rows, limit // layout.row_bytes)
-        if num_rows == 0:
+        if rows_within(limit, num_rows, layout.expected_bytes) == 0:
             if self._world.is_main:
                 _LOGGER.warning(
                     "cache_limit_bytes=%d holds no row of %d bytes: the frozen prefix is computed "
                     "at every step",
                     limit,
-                    layout.row_bytes,
+                    layout.expected_bytes,
                 )
             return
         self.store = make_store(self._world, self._task.config, layout, num_rows)

@@ -45,7 +45,9 @@ def lengths_of(ids: Tensor) -> Tensor:
 def rows_of(ids: Tensor, lengths: Tensor, *, seed: int = 0) -> dict[str, Tensor]:
     """Return rows that are the same wherever they are made."""
     behind = torch.arange(MOST) >= lengths[:, None]
-    hidden = (ids[:, None, None] * 31 + torch.arange(MOST)[:, None] * 7 + torch.arange(WIDTH)).sin()
+    hidden = (
+        ids[:, None, None] * 31 + torch.arange(MOST)[:, None] * 7 + torch.arange(WIDTH)
+    ).sin()
     return {
         "hidden": (hidden + seed).float().masked_fill(behind[..., None], 0.0),
         "mask": (~behind).long(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -35,6 +37,20 @@ def rows_of(ids: Tensor, shift: float = 0.0) -> dict[str, Tensor]:
 def open_set(folder: Path, limit_bytes: int | None = None, **made_from: Any) -> OpenSet:
     sets = RowSets(folder, limit_bytes=limit_bytes)
     return sets.obtain({**MADE_FROM, **made_from}, LAYOUT, NUM, {"model": "Tiny"})
+
+
+TEXTS = RowLayout((RowField("hidden", (200, 64), torch.float32, varies=True),), mean_length=50.0)
+
+
+def texts_of(ids: Tensor, length: int) -> dict[str, Tensor]:
+    hidden = torch.arange(200.0 * 64).view(200, 64) + ids[:, None, None]
+    hidden[:, length:] = 0
+    return {"hidden": hidden}
+
+
+def open_texts(folder: Path, limit_bytes: int | None = None, **made_from: Any) -> OpenSet:
+    sets = RowSets(folder, limit_bytes=limit_bytes)
+    return sets.obtain({**MADE_FROM, **made_from}, TEXTS, NUM, {})
 
 
 @pytest.fixture
@@ -170,6 +186,50 @@ def test_sets_are_described_and_removed_by_name(folder: Path) -> None:
     assert sets.facts() == []
     with pytest.raises(FileNotFoundError, match="holds no set of rows named 'rows-0'"):
         sets.remove("rows-0")
+
+
+def test_a_set_of_unequal_rows_is_said_to_take_what_it_takes(folder: Path) -> None:
+    with closing(open_texts(folder)) as one:
+        empty = RowSets(folder).facts()[0].num_bytes
+        assert empty < 8192 < NUM * TEXTS.row_bytes
+        lengths = torch.full((NUM,), 50)
+        one.store.write(IDS, STAMP, texts_of(IDS, 50), lengths)
+        found, file = RowSets(folder).facts()[0], one.folder / "rows"
+        assert found.num_whole == NUM
+        assert found.num_bytes == file.stat().st_blocks * 512 < file.stat().st_size
+        assert NUM * 50 * 256 <= found.num_bytes <= 1.1 * NUM * 50 * 256 + 8192
+    with closing(open_texts(folder)) as again:
+        read = again.store.read(IDS, (STAMP,))
+        assert read.depth.all() and torch.equal(read.rows["hidden"], texts_of(IDS, 50)["hidden"])
+
+
+def test_a_limit_counts_unequal_rows_by_their_expected_length(folder: Path) -> None:
+    limit_bytes = 4096 + 6 * math.ceil(1.1 * TEXTS.expected_bytes)
+    assert limit_bytes < 4096 + NUM * TEXTS.row_bytes // 2
+    with closing(open_texts(folder, limit_bytes)) as one:
+        assert one.store.num_rows == 6
+        one.store.write(IDS, STAMP, texts_of(IDS, 100))  # Rows of 200, four times the expected.
+        assert RowSets(folder).facts()[0].num_bytes < limit_bytes + 4096
+        assert 0 < one.store.find(IDS, (STAMP,)).sum() < 6
+        # What it has claimed counts, whether it is used yet or not.
+        with pytest.raises(OSError, match="leaves no room for a row"):
+            open_texts(folder, limit_bytes, data="another")
+
+
+def test_a_set_of_unequal_rows_in_slots_of_an_earlier_version_is_replaced(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(open_texts(folder)) as one:
+        one.store.write(IDS, STAMP, texts_of(IDS, 50))
+        rows = one.folder / "rows"
+    before = hashlib.blake2b(repr((TEXTS, NUM)).encode(), digest_size=8).digest()
+    with open(rows, "rb+") as file:
+        file.write(before)
+        file.truncate(4096 + NUM * TEXTS.row_bytes)
+    assert RowSets(folder).facts() == [] and "another layout" in caplog.text
+    with closing(open_texts(folder)) as again:
+        assert "are not used, and removed" in caplog.text
+        assert not again.store.find(IDS, (STAMP,)).any()
 
 
 def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:

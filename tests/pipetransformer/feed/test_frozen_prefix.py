@@ -127,7 +127,7 @@ def test_layers_of_other_widths_get_a_store_of_their_own(tmp_path: Path) -> None
 def test_where_files_need_names_the_cache_s_file_has_lost_its_name_when_it_is_used(
     feed: Feed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> RowStore:
+    def refuse(*_: object, **__: object) -> RowStore:
         raise NamelessFilesError(errno.EOPNOTSUPP, "no such files here")
 
     monkeypatch.setattr(RowStore, "create_nameless", refuse)

@@ -30,6 +30,7 @@ AMPLE = 1 << 30
 SMALL = NUM_ROWS * ROW_BYTES // 2
 
 _Usage = namedtuple("_Usage", "total used free")
+_System = namedtuple("_System", "f_bavail f_frsize")
 
 
 def bound(patch: pytest.MonkeyPatch, folder: Path, free: Mapping[str, int]) -> None:
@@ -45,7 +46,8 @@ def bound(patch: pytest.MonkeyPatch, folder: Path, free: Mapping[str, int]) -> N
     def reserve(descriptor: int, _: int, num_bytes: int) -> None:
         if num_bytes > free_at(os.readlink(f"/proc/self/fd/{descriptor}")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        os.ftruncate(descriptor, num_bytes)
+        if os.fstat(descriptor).st_size < num_bytes:
+            os.ftruncate(descriptor, num_bytes)
 
     patch.setattr(os, "posix_fallocate", reserve)
     patch.setattr(shutil, "disk_usage", lambda path: _Usage(0, 0, free_at(str(path))))
@@ -129,6 +131,49 @@ def test_without_room_for_a_tenth_there_is_no_cache_and_one_warning(
     assert share(tmp_path / "memory") is None
     (message,) = caplog.messages
     assert message.startswith("no cache: ") and "is computed at every step" in message
+
+
+TEXTS = RowLayout((RowField("hidden", (64, 8), torch.float32, varies=True),), mean_length=16.0)
+"""Rows of a quarter of the longest one's 2,048 bytes."""
+
+
+def with_free(patch: pytest.MonkeyPatch, *free: int) -> None:
+    """Let files that are made now find so many bytes free, each in its turn."""
+    turns = iter(free)
+    patch.setattr(os, "fstatvfs", lambda _: _System(next(turns), 1))
+
+
+def test_room_is_counted_by_the_expected_length_of_unequal_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": AMPLE})
+    with_free(monkeypatch, 600 * NUM_ROWS)
+    store = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    assert store is not None and store.num_rows == NUM_ROWS and warnings == []
+    assert mapped(tmp_path) == ["memory"]
+    store.close()
+
+
+def test_memory_without_room_for_the_expected_rows_is_replaced_by_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": AMPLE})
+    with_free(monkeypatch, 500 * NUM_ROWS, AMPLE)
+    store = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    assert store is not None and store.num_rows == NUM_ROWS
+    assert mapped(tmp_path) == ["disk"] and f"in {tmp_path}/disk, as" in caplog.messages[0]
+    store.close()
+
+
+def test_a_share_of_unequal_rows_is_chosen_by_the_expected_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": 300 * NUM_ROWS, "disk": 0})
+    with_free(monkeypatch, 300 * NUM_ROWS, 300 * NUM_ROWS)
+    store = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    assert store is not None and store.num_rows == int(0.75 * 300 * NUM_ROWS) // (512 + 64)
+    assert caplog.messages[0].startswith(f"the cache holds {store.num_rows} of 1000 rows")
+    store.close()
 
 
 def share_unevenly(folder: str, free: list[Mapping[str, int]]) -> dict[str, Any]:

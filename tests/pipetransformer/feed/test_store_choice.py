@@ -203,7 +203,7 @@ def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
         assert torch.equal(mine, theirs), name
 
 
-def test_the_bytes_announced_are_those_of_rows_for_the_longest_sample(
+def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # From the shortest to the longest, as files may be.
@@ -219,7 +219,7 @@ def test_the_bytes_announced_are_those_of_rows_for_the_longest_sample(
         progress=False,
     ) as trainer:
         with caplog.at_level(logging.INFO):
-            trainer.step()
+            trainer.fit()
         taken = trainer.report.cache_bytes
     (announced,) = re.findall(r"the cache takes up to about ([\d.]+) KiB", caplog.text)
     # Rows also hold the mask, targets and checks.
