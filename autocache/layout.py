@@ -34,7 +34,6 @@ rows have taken, the file's size, and which run was told that there is no more r
 CONDEMNED, WRITER, TAKEN, SIZE, TOLD = range(1, 6)
 
 _PAGE_BYTES = 4096
-_UNIT_WORDS = ALIGN_BYTES // WORD_BYTES
 _MOST_PER_ROW = 3
 """Longest rows that a file has space for, for each that it holds: what is left of a process's
 extent may be too short for the next row, and a row that grew leaves its room."""
@@ -42,6 +41,12 @@ extent may be too short for the next row, and a row that grew leaves its room.""
 
 def round_up(num_bytes: int, unit: int) -> int:
     return -(-num_bytes // unit) * unit
+
+
+def units_of(words: np.ndarray) -> np.ndarray:
+    """Return the units of 64 bytes that so many words of 8 take."""
+    units: np.ndarray = (words + 7) >> 3
+    return units
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,9 @@ class RowField:
         most = max(self.shape[0], 1)
         # A damaged length may be any number. It must not lead behind the row; the check finds it.
         entries = np.minimum(lengths, np.uint64(most)).astype(np.int64)
-        return -(-entries * (self.num_bytes // most) // WORD_BYTES)
-
-    def num_units(self, own_words: np.ndarray | None) -> np.ndarray | int:
-        """Return the units of 64 bytes that fields of so many words take; None for all."""
-        return -(-(self.num_words if own_words is None else own_words) // _UNIT_WORDS)
+        # Shifted, as these few numbers are divided with every read and write.
+        words: np.ndarray = (entries * (self.num_bytes // most) + 7) >> 3
+        return words
 
     def expected_bytes(self, mean_length: float | None) -> int:
         """Return what the field takes on average, by the mean of its rows' lengths."""
@@ -133,12 +136,10 @@ class RowLayout:
     def varies(self) -> bool:
         return any(one.varies for one in self.fields)
 
-    def num_units(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the (B,) units of 64 bytes that rows of these lengths take."""
-        units = np.zeros(len(lengths), np.int64)
-        for one in self.fields:
-            units += one.num_units(one.own_words(lengths))
-        return units
+    @property
+    def fixed_bytes(self) -> int:
+        """Return the bytes of the fields that do not vary."""
+        return sum(round_up(one.num_bytes, ALIGN_BYTES) for one in self.fields if not one.varies)
 
 
 @dataclass(frozen=True)

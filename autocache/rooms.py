@@ -33,6 +33,7 @@ _LEAST_EXTENTS = 64
 _SIZE_BITS = 26
 """Of a room's word, for its units: rows of 4 GiB at most. The others say where it begins."""
 _MOST_SIZE, _MOST_UNITS = (1 << _SIZE_BITS) - 1, 1 << (64 - _SIZE_BITS)
+_SIZE_MASK, _SIZE_SHIFT = np.uint64(_MOST_SIZE), np.uint64(_SIZE_BITS)
 _HAS_FILE_LOCK = threading.Lock()
 """Held by the thread that has the file's lock, which is a process's as a whole."""
 
@@ -75,19 +76,17 @@ class Rooms:
         """Return the units that processes have reserved; none of the others may be touched."""
         return min(int(self._header[TAKEN]), self._num_units)
 
-    def begin(self, rooms: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where rooms begin, (B,) int64, and whether so many units from there are taken."""
-        first = (rooms >> np.uint64(_SIZE_BITS)).astype(np.int64)
-        return first, first + units <= self.num_taken
-
     def take(self, rooms: np.ndarray, units: np.ndarray) -> np.ndarray:
         """Return (B,) rooms of so many units: those given where they suffice; 0 for no room.
 
         Rows without units have room everywhere, so they are given one of a unit.
         """
         units = np.maximum(units, 1)
-        sizes = (rooms & np.uint64(_MOST_SIZE)).astype(np.int64)
-        has_room = (sizes >= units) & self.begin(rooms, sizes)[1]
+        sizes = (rooms & _SIZE_MASK).view(np.int64)
+        # A damaged room must not lead behind what is taken.
+        has_room = (sizes >= units) & (starts_of(rooms) + sizes <= self.num_taken)
+        if has_room.all():
+            return rooms
         taken = np.where(has_room, rooms, np.uint64(0))
         lacking = np.flatnonzero(~has_room).tolist()
         needs = units[lacking].tolist()
@@ -159,3 +158,8 @@ class Rooms:
                 self._path,
                 cause,
             )
+
+
+def starts_of(rooms: np.ndarray) -> np.ndarray:
+    """Return where rooms begin, (B,) int64 units."""
+    return (rooms >> _SIZE_SHIFT).view(np.int64)

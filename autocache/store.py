@@ -20,7 +20,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,8 +38,10 @@ from autocache.layout import (
     FileShape,
     RowField,
     RowLayout,
+    round_up,
+    units_of,
 )
-from autocache.rooms import Rooms
+from autocache.rooms import Rooms, starts_of
 
 _BLOCK_BYTES = 1 << 21
 """Bytes copied before they are summed: few enough to be in the CPU's cache still."""
@@ -92,20 +94,22 @@ class RowStore(ActivationStore):
         if layout.varies:
             own = None if descriptor is None else os.dup(descriptor)
             num_units = shape.num_units(len(mapping))
+            self._fixed_units = layout.fixed_bytes // ALIGN_BYTES
             self._rooms = Rooms(path, self._header, num_units, shape.rows_start, own)
         # Each field's words in the file, and the factors of their check.
         self._parts: list[tuple[RowField, Tensor, np.ndarray]] = []
-        for field, offset in zip(layout.fields, layout.offsets, strict=False):
-            start, num = offset // WORD_BYTES, field.num_words
+        offset, check_at = 0, dict(zip(layout.fields, layout.offsets, strict=False))
+        # What follows a field that varies would begin elsewhere in each row.
+        for field in sorted(layout.fields, key=lambda field: field.varies):
+            num = field.num_words
             if layout.varies:
                 # A window begins at each unit, and overlaps the next ones.
-                size, steps = (num_units, num), (ALIGN_BYTES // WORD_BYTES, 1)
-                table = words.as_strided(size, steps)
+                table = words.as_strided((num_units, num), (ALIGN_BYTES // WORD_BYTES, 1), offset)
             else:
-                table = words.view(num_rows, row_words).narrow(1, start, num)
-            self._parts.append((field, table, factors[start : start + num]))
-        # What follows a field that varies would begin elsewhere in each row.
-        self._parts.sort(key=lambda part: part[0].varies)
+                table = words.view(num_rows, row_words).narrow(1, offset, num)
+            first = check_at[field] // WORD_BYTES
+            self._parts.append((field, table, factors[first : first + num]))
+            offset += 0 if field.varies else round_up(num * WORD_BYTES, ALIGN_BYTES) // WORD_BYTES
 
     @classmethod
     def create(
@@ -254,9 +258,10 @@ class RowStore(ActivationStore):
         depth = self._depths(before, fits, stamps)
         found = depth > 0
         buffers = self.buffers(len(slots)) if into is None else into
-        places, is_there = self._places(slots, tags)
+        own, units = self._sizes(lengths)
+        places, is_there = self._places(slots, tags, units)
         rows, sums = self._gather(
-            places, found & is_there, lengths, buffers, in_background=in_background
+            places, found & is_there, own, buffers, in_background=in_background
         )
         # Read again: a writer may have been at work while the rows were copied.
         after, checks = self._tags[slots, :2].T
@@ -279,11 +284,12 @@ class RowStore(ActivationStore):
         slots, fits = self._slots(ids)
         if self._mapping is None or sys.platform != "linux":
             return
-        tags = self._tags[slots[fits]]
-        places, is_there = self._places(slots[fits], tags)
-        starts, sizes = places * self.layout.row_bytes, np.full(len(tags), self.layout.row_bytes)
-        if self._rooms is not None:
-            starts, sizes = places * ALIGN_BYTES, self.layout.num_units(tags[:, 2]) * ALIGN_BYTES
+        slots = slots[fits]
+        tags = self._tags[slots]
+        _, units = self._sizes(tags[:, 2])
+        places, is_there = self._places(slots, tags, units)
+        unit_bytes = self.layout.row_bytes if self._rooms is None else ALIGN_BYTES
+        starts, sizes = (places * unit_bytes)[is_there], (units * unit_bytes)[is_there]
         starts += self._shape.rows_start
         besides = starts % mmap.PAGESIZE
         for start, size in zip(starts - besides, sizes + besides, strict=True):
@@ -337,22 +343,22 @@ class RowStore(ActivationStore):
             own = lengths[kept].numpy().astype(np.uint64)
         # Before any byte changes: a reader must not find the old stamp over new bytes.
         self._tags[slots, 0] = 0
+        own_words, units = self._sizes(own)
         places = slots
         if self._rooms is not None:
-            rooms = self._rooms.take(self._tags[slots, 3], self.layout.num_units(own))
-            has_room = rooms > 0
-            if not has_room.all():
+            rooms = self._rooms.take(self._tags[slots, 3], units)
+            if not rooms.all():
+                has_room = rooms > 0
                 slots, kept, own = slots[has_room], kept[has_room], own[has_room]
-                rooms = rooms[has_room]
-            places, _ = self._rooms.begin(rooms, own)
+                rooms, (own_words, _) = rooms[has_room], self._sizes(own)
+            places = starts_of(rooms)
         sums = np.zeros(len(slots), np.uint64)
-        for field, words, factors in self._parts:
+        for (field, words, factors), num in zip(self._parts, own_words, strict=True):
             values = rows[field.name].detach().cpu()
             values = values if len(kept) == len(values) else values.index_select(0, kept)
-            own_words = field.own_words(own)
-            sums += copy_in(places, field.as_words(values), words, own_words, factors)
-            if self._rooms is not None:
-                places = places + field.num_units(own_words)
+            sums += copy_in(places, field.as_words(values), words, num, factors)
+            if num is not None and field is not self._parts[-1][0]:
+                places = places + units_of(num)  # The next field that varies begins behind it.
         if self._rooms is not None:
             self._tags[slots, 3] = rooms
         self._tags[slots, 2] = own
@@ -360,14 +366,29 @@ class RowStore(ActivationStore):
         self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
         self._tags[slots, 0] = stamp
 
+    def _sizes(self, lengths: np.ndarray) -> tuple[list[np.ndarray | None], np.ndarray]:
+        """Return the (B,) words of each field in rows of these lengths, None where all have all.
+
+        And the units of 64 bytes that the rows take; 1 for a slot.
+        """
+        own = [field.own_words(lengths) for field, _, _ in self._parts]
+        if self._rooms is None:
+            return own, np.ones(len(lengths), np.int64)
+        varying = [one for one in own if one is not None]
+        units = units_of(varying[0]) + self._fixed_units
+        for one in varying[1:]:
+            units += units_of(one)
+        return own, units
+
     def _places(
-        self, slots: np.ndarray, tags: np.ndarray
+        self, slots: np.ndarray, tags: np.ndarray, units: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | np.bool_]:
         """Return where rows are in the tables of their fields, and whether they can be there."""
         if self._rooms is None:
             return slots, np.True_
         # A hole in the file must not be touched: its system may have no room for it.
-        return self._rooms.begin(tags[:, 3], self.layout.num_units(tags[:, 2]))
+        places = starts_of(tags[:, 3])
+        return places, places + units <= self._rooms.num_taken
 
     def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Stamps) -> np.ndarray:
         """Return the depth of each stamp that was found, 0 for none."""
@@ -392,7 +413,7 @@ class RowStore(ActivationStore):
         self,
         places: np.ndarray,
         found: np.ndarray,
-        lengths: np.ndarray,
+        own_words: Sequence[np.ndarray | None],
         buffers: Mapping[str, Tensor],
         *,
         in_background: bool,
@@ -400,15 +421,15 @@ class RowStore(ActivationStore):
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
         source = np.where(found, places, places.max(initial=0, where=found))
-        lengths = np.where(found, lengths, np.uint64(0))
         sums, rows, any_found = np.zeros(len(places), np.uint64), {}, bool(found.any())
-        for field, words, factors in self._parts:
+        for (field, words, factors), own in zip(self._parts, own_words, strict=True):
             copied = buffers[field.name][: len(places)]
             if any_found:
-                own = field.own_words(lengths)
+                # The length of a row that was not found may be any, and lead anywhere.
+                own = None if own is None else own * found
                 sums += copy_out(source, words, copied, own, factors, in_background=in_background)
-                if self._rooms is not None:
-                    source = source + field.num_units(own)
+                if own is not None and field is not self._parts[-1][0]:
+                    source = source + units_of(own)
             values = copied.view(field.dtype)
             # A field whose bytes are no whole words is filled up behind its last value.
             if (num_values := math.prod(field.shape)) < values.shape[1]:
