@@ -382,10 +382,10 @@ class RowStore(ActivationStore):
 
     def _places(
         self, slots: np.ndarray, tags: np.ndarray, units: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | np.bool_]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return where rows are in the tables of their fields, and whether they can be there."""
         if self._rooms is None:
-            return slots, np.True_
+            return slots, np.ones(len(slots), bool)
         # A hole in the file must not be touched: its system may have no room for it.
         places = starts_of(tags[:, 3])
         return places, places + units <= self._rooms.num_taken

@@ -226,8 +226,9 @@ class TrainConfig:
     cache_limit_bytes: Annotated[int | None, rules.COUNT] = None
     """Most bytes of a node's rows, for the training set and again for the evaluation set. None
     holds all samples; those that do not fit are computed at every step. Texts of unequal lengths
-    count by their mean length, on a GPU by the longest, when it is chosen which have rows. With `cache_keep` it is
-    the most of all that the folder holds, and sets that were not used for longest are removed."""
+    count by their mean length, on a GPU by the longest, when it is chosen which have rows. With
+    `cache_keep` it is the most of all that the folder holds, and sets that were not used for
+    longest are removed."""
     cache_keep: bool = False
     """Keep rows in `cache_folder` when the run ends. Later runs read those that they would compute
     themselves: of the same frozen layers, data, processing, device and `prefix_chunk`. A row is

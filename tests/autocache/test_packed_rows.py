@@ -348,6 +348,24 @@ def test_a_damaged_length_or_room_is_a_counted_miss_wherever_it_leads(
     assert store.num_bytes == on_disk(store) or on_disk(store) <= store.num_bytes + 4096
 
 
+def test_the_disk_is_asked_for_rows_that_are_there_alone(
+    store: RowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(4)
+    write(store, ids)
+    store._tags[3, 3] = 2**64 - 1  # Damaged: it leads behind the file.
+    asked: list[tuple[int, int]] = []
+
+    class Mapping:
+        def madvise(self, _: int, start: int, size: int) -> None:
+            asked.append((start, start + size))
+
+    monkeypatch.setattr(store, "_mapping", Mapping())
+    store.expect(torch.arange(4))
+    store.expect(ids[:0])
+    assert len(asked) == 3 and all(0 <= start < end <= store.num_bytes for start, end in asked)
+
+
 def test_a_damaged_cursor_costs_rows_but_none_is_wrong(store: RowStore) -> None:
     ids = torch.arange(100)
     write(store, ids)
