@@ -136,8 +136,9 @@ def _share(
     store, offer, failure = None, None, ""
     with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
         if leads:
-            create = partial(_create, layout=layout, num_rows=num_rows, limit_bytes=limit_bytes)
-            store, offer = _make(places, create, layout, num_rows, in_need=in_need)
+            store, offer = _make(
+                places, layout, num_rows, in_need=in_need, limit_bytes=limit_bytes
+            )
         if store is not None:
             undone.callback(store.close)
         told = gather_json(offer and asdict(offer), group=group)
@@ -173,11 +174,11 @@ def _joined(offers: Sequence[_Offer], failures: Sequence[str]) -> _Offer:
 
 def _make(
     places: Sequence[Path],
-    create: Callable[[Path], RowStore],
     layout: RowLayout,
     num_rows: int,
     *,
     in_need: bool,
+    limit_bytes: int | None,
 ) -> tuple[RowStore | None, _Offer]:
     """Make a store in the first place that takes it."""
     causes: list[str] = []
@@ -186,7 +187,7 @@ def _make(
             if (in_need or causes) and num_rows > (num := _num_fitting(place, layout)):
                 what = f"{place} has room for {num} rows beside what others need"
                 raise OSError(errno.ENOSPC, what)
-            store = create(place)
+            store = _create(place, layout, num_rows, limit_bytes)
         except OSError as error:
             causes.append(str(error))
         else:
@@ -314,12 +315,19 @@ def make_store(
     On a device each row has room for the longest, so that a limit holds fewer.
     """
     limit = config.cache_limit_bytes
-    num_on_device = rows_within(limit, num_rows, layout.row_bytes)
-    if _wants_device(world, config, layout, num_rows) and num_on_device > 0:
+    num_on_device, num_rows = (
+        rows_within(limit, num_rows, size) for size in (layout.row_bytes, layout.expected_bytes)
+    )
+    wants_device = config.cache_device == "cuda" or (
+        config.cache_device == "auto"
+        # Where a file may hold more rows than a device, the device is not taken unasked.
+        and num_on_device == num_rows
+        and _has_room_on_device(world, layout, num_rows)
+    )
+    if num_on_device > 0 and wants_device:
         store = _on_device(world, layout, num_on_device)
         if store is not None:
             return store
-    num_rows = rows_within(limit, num_rows, layout.expected_bytes)
     shared = share_store(world, config.cache_folder, layout, num_rows, limit_bytes=limit)
     return None if shared is None else behind(world, shared)
 
@@ -351,17 +359,10 @@ def room_on_device(device: torch.device) -> int:
     return int(_DEVICE_SHARE * max(0, free - (most - now)))
 
 
-def _wants_device(world: World, config: TrainConfig, layout: RowLayout, num_rows: int) -> bool:
-    if config.cache_device != "auto":
-        return config.cache_device == "cuda"
+def _has_room_on_device(world: World, layout: RowLayout, num_rows: int) -> bool:
     # Several processes could not read each other's rows, and each shuffle deals samples anew.
-    # Where a limit allows a file more rows than a device, they lie in a file.
-    limit = config.cache_limit_bytes
-    num_rows, num_on_device = (
-        rows_within(limit, num_rows, row) for row in (layout.expected_bytes, layout.row_bytes)
-    )
     needed = device_bytes(layout, num_rows)
-    return num_rows == num_on_device and world.size == 1 and needed <= room_on_device(world.device)
+    return world.size == 1 and needed <= room_on_device(world.device)
 
 
 def _on_device(world: World, layout: RowLayout, num_rows: int) -> DeviceStore | None:
