@@ -33,6 +33,8 @@ HEADER_WORDS = ALIGN_BYTES // WORD_BYTES
 rows have taken, the file's size, and which run was told that there is no more room."""
 CONDEMNED, WRITER, TAKEN, SIZE, TOLD = range(1, 6)
 
+BLOCK_BYTES = 512
+"""Of `st_blocks`, whatever the file system."""
 _PAGE_BYTES = 4096
 _MOST_PER_ROW = 3
 """Longest rows that a file has space for, for each that it holds: what is left of a process's
@@ -241,8 +243,11 @@ class FileShape:
             return self.num_bytes
         if self.expected_bytes > free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        beside_bytes = self._size_for(0)
-        size = min(self.num_bytes, self._size_for(max(0, free_bytes - beside_bytes)))
+        size = min(self.num_bytes, self._size_for(max(0, free_bytes - self._size_for(0))))
+        os.ftruncate(descriptor, self.rows_start)
+        if os.fstat(descriptor).st_blocks * BLOCK_BYTES >= self.rows_start:
+            # A file system without holes, such as exFAT's, would take all of the size at once.
+            size = min(size, self._size_for(self.expected_bytes))
         os.ftruncate(descriptor, size)
         os.posix_fallocate(descriptor, 0, self.rows_start)
         return size

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
 import numpy as np
 
-from autocache.layout import ALIGN_BYTES, TAKEN, TOLD, WRITER
+from autocache.layout import ALIGN_BYTES, HEADER_WORDS, TAKEN, TOLD, WRITER, FileShape
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _SIZE_BITS = 26
 """Of a room's word, for its units: rows of 4 GiB at most. The others say where it begins."""
 _MOST_SIZE, _MOST_UNITS = (1 << _SIZE_BITS) - 1, 1 << (64 - _SIZE_BITS)
 _SIZE_MASK, _SIZE_SHIFT = np.uint64(_MOST_SIZE), np.uint64(_SIZE_BITS)
+_POPULATE = 23
+"""MADV_POPULATE_WRITE, which `mmap` has no name for."""
 _HAS_FILE_LOCK = threading.Lock()
 """Held by the thread that has the file's lock, which is a process's as a whole."""
 
@@ -44,32 +47,23 @@ class Rooms:
 
     Args:
         path: for warnings.
-        header: the file's, (8,) uint64; it is changed.
-        num_units: that the file has for rows.
-        rows_start: where the first unit begins, in bytes.
-        descriptor: of the file, which is closed in the end; None for memory.
+        mapping: of all of the file; its header is changed.
+        descriptor: of the file, copied; None for memory.
     """
 
     def __init__(
-        self,
-        path: Path,
-        header: np.ndarray,
-        num_units: int,
-        rows_start: int,
-        descriptor: int | None,
+        self, path: Path, shape: FileShape, mapping: mmap.mmap, descriptor: int | None
     ) -> None:
-        self._path, self._header = path, header
-        self._num_units = num_units = min(num_units, _MOST_UNITS)
-        self._rows_start, self._descriptor = rows_start, descriptor
-        self._extent = min(EXTENT_BYTES // ALIGN_BYTES, num_units // _LEAST_EXTENTS)
+        self._path, self._mapping, self._descriptor = path, mapping, descriptor
+        self._header = np.frombuffer(mapping, np.uint64, count=HEADER_WORDS)
+        self._num_units = min(shape.num_units(len(mapping)), _MOST_UNITS)
+        self._rows_start = shape.rows_start
+        self._extent = min(EXTENT_BYTES // ALIGN_BYTES, self._num_units // _LEAST_EXTENTS)
         self._next = self._end = 0
         self._is_full = False
-        # Also where nobody closes it.
-        self._let_go = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
-
-    def close(self) -> None:
-        if self._let_go is not None:
-            self._let_go()
+        if descriptor is not None:
+            self._descriptor = os.dup(descriptor)
+            weakref.finalize(self, os.close, self._descriptor)
 
     @property
     def num_taken(self) -> int:
@@ -102,7 +96,7 @@ class Rooms:
         """Take an extent for a batch's units, or for its next row's where there is no more."""
         if self._is_full:
             return
-        cause = "its limit is reached"
+        num, cause = 0, "it is full"
         try:
             with self._locked():
                 first = int(self._header[TAKEN])
@@ -110,17 +104,23 @@ class Rooms:
                 if need <= min(left, _MOST_SIZE):
                     num = self._reserved(first, need, min(max(batch, self._extent), left))
                     self._header[TAKEN] = first + num
-                    # What follows on an extent goes on with it, so that its rest is not lost.
-                    self._next = self._next if first == self._end else first
-                    self._end = first + num
-                    return
         except OSError as error:
             cause = str(error)
-        self._is_full = True
-        self._warn(cause)
+        if num == 0:
+            self._is_full = True
+            self._warn(cause)
+            return
+        # What follows on an extent goes on with it, so that its rest is not lost.
+        self._next = self._next if first == self._end else first
+        self._end = first + num
+        start = self._rows_start + first * ALIGN_BYTES
+        beside = start % mmap.PAGESIZE
+        # One call maps all pages, which else fault one by one. Kernels before 5.14 have none.
+        with suppress(OSError):
+            self._mapping.madvise(_POPULATE, start - beside, num * ALIGN_BYTES + beside)
 
     def _reserved(self, first: int, need: int, wanted: int) -> int:
-        """Reserve units from the first on; return how many of those wanted."""
+        """Reserve units from the first on; return how many: those wanted, or those in need."""
         if self._descriptor is None:
             return wanted
         start = self._rows_start + first * ALIGN_BYTES

@@ -34,7 +34,7 @@ from typing import Any, final
 
 import torch
 
-from autocache.layout import FileShape, RowField, RowLayout
+from autocache.layout import BLOCK_BYTES, FileShape, RowField, RowLayout
 from autocache.store import RowStore
 
 _LOGGER = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ _LOCK, _ROWS, _ABOUT, _PREFIX = "lock", "rows", "about.json", "rows-"
 _LOCK_TIMEOUT_S = 120.0
 """The lock is held while a file is reserved: seconds for a large one on a slow disk."""
 _POLL_S = 0.01
-_BLOCK_BYTES = 512
-"""Of `st_blocks`, whatever the file system."""
 _MOST_ROWS = 1 << 40
 _SPARE = 1.1
 """Times the expected bytes that a set of unequal rows may take below a limit."""
@@ -422,7 +420,7 @@ def _taken_by(folder: Path) -> int:
         found = (folder / _ROWS).stat()
     except FileNotFoundError:
         return 0
-    return min(found.st_size, found.st_blocks * _BLOCK_BYTES)
+    return min(found.st_size, found.st_blocks * BLOCK_BYTES)
 
 
 def _delete(folder: Path) -> None:

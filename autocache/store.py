@@ -90,12 +90,9 @@ class RowStore(ActivationStore):
         factors = (
             np.random.default_rng(0).integers(1 << 63, size=row_words, dtype=np.uint64) * 2 + 1
         )
-        self._rooms: Rooms | None = None
-        if layout.varies:
-            own = None if descriptor is None else os.dup(descriptor)
-            num_units = shape.num_units(len(mapping))
-            self._fixed_units = layout.fixed_bytes // ALIGN_BYTES
-            self._rooms = Rooms(path, self._header, num_units, shape.rows_start, own)
+        self._rooms = Rooms(path, shape, mapping, descriptor) if layout.varies else None
+        self._fixed_units = layout.fixed_bytes // ALIGN_BYTES
+        num_units = shape.num_units(len(mapping))
         # Each field's words in the file, and the factors of their check.
         self._parts: list[tuple[RowField, Tensor, np.ndarray]] = []
         offset, check_at = 0, dict(zip(layout.fields, layout.offsets, strict=False))
@@ -226,8 +223,6 @@ class RowStore(ActivationStore):
         # The last array to go unmaps the file; by hand it fails while a traceback holds one.
         self._mapping = None
         self._parts.clear()
-        if self._rooms is not None:
-            self._rooms.close()
         self._header, self._rooms = np.zeros(HEADER_WORDS, np.uint64), None
         self._tags = np.empty((0, self._shape.tag_words), np.uint64)
 
@@ -258,19 +253,19 @@ class RowStore(ActivationStore):
         depth = self._depths(before, fits, stamps)
         found = depth > 0
         buffers = self.buffers(len(slots)) if into is None else into
-        own, units = self._sizes(lengths)
-        places, is_there = self._places(slots, tags, units)
-        rows, sums = self._gather(
-            places, found & is_there, own, buffers, in_background=in_background
-        )
+        own = self._own_words(lengths)
+        places, is_there = self._places(slots, tags, own, found)
+        rows, sums = self._gather(places, is_there, own, buffers, in_background=in_background)
         # Read again: a writer may have been at work while the rows were copied.
-        after, checks = self._tags[slots, :2].T
+        tags = self._tags[slots]
+        after, checks = tags[:, 0], tags[:, 1]
         intact = is_there & (_check_values(sums, slots, before, lengths) == checks)
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
-        # Emptied, so that nobody looks for them there again.
-        self._tags[slots[corrupt], 0] = 0
+        # Emptied, so that nobody looks for them there again, and written elsewhere if they vary:
+        # two rows may share a room after a crash of the machine.
+        self._tags[slots[corrupt]] = 0
         read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
         if not in_background:
             self.warn_of_damage(read)
@@ -284,16 +279,16 @@ class RowStore(ActivationStore):
         slots, fits = self._slots(ids)
         if self._mapping is None or sys.platform != "linux":
             return
-        slots = slots[fits]
         tags = self._tags[slots]
-        _, units = self._sizes(tags[:, 2])
-        places, is_there = self._places(slots, tags, units)
+        own = self._own_words(tags[:, 2])
+        places, is_there = self._places(slots, tags, own, fits)
         unit_bytes = self.layout.row_bytes if self._rooms is None else ALIGN_BYTES
-        starts, sizes = (places * unit_bytes)[is_there], (units * unit_bytes)[is_there]
-        starts += self._shape.rows_start
+        starts = self._shape.rows_start + places * unit_bytes
         besides = starts % mmap.PAGESIZE
-        for start, size in zip(starts - besides, sizes + besides, strict=True):
-            self._mapping.madvise(mmap.MADV_WILLNEED, int(start), int(size))
+        sizes = besides + self._units(own) * ALIGN_BYTES
+        for place in is_there.nonzero()[0]:
+            start, size = int(starts[place] - besides[place]), int(sizes[place])
+            self._mapping.madvise(mmap.MADV_WILLNEED, start, size)
 
     def warn_of_damage(self, read: RowRead) -> None:
         if read.num_corrupt and not self._has_warned:
@@ -343,14 +338,13 @@ class RowStore(ActivationStore):
             own = lengths[kept].numpy().astype(np.uint64)
         # Before any byte changes: a reader must not find the old stamp over new bytes.
         self._tags[slots, 0] = 0
-        own_words, units = self._sizes(own)
-        places = slots
+        own_words, places = self._own_words(own), slots
         if self._rooms is not None:
-            rooms = self._rooms.take(self._tags[slots, 3], units)
+            rooms = self._rooms.take(self._tags[slots, 3], self._units(own_words))
             if not rooms.all():
                 has_room = rooms > 0
                 slots, kept, own = slots[has_room], kept[has_room], own[has_room]
-                rooms, (own_words, _) = rooms[has_room], self._sizes(own)
+                rooms, own_words = rooms[has_room], self._own_words(own)
             places = starts_of(rooms)
         sums = np.zeros(len(slots), np.uint64)
         for (field, words, factors), num in zip(self._parts, own_words, strict=True):
@@ -366,29 +360,28 @@ class RowStore(ActivationStore):
         self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
         self._tags[slots, 0] = stamp
 
-    def _sizes(self, lengths: np.ndarray) -> tuple[list[np.ndarray | None], np.ndarray]:
-        """Return the (B,) words of each field in rows of these lengths, None where all have all.
+    def _own_words(self, lengths: np.ndarray) -> list[np.ndarray | None]:
+        """Return each field's (B,) words in rows of these lengths; None where all have all."""
+        return [field.own_words(lengths) for field, _, _ in self._parts]
 
-        And the units of 64 bytes that the rows take; 1 for a slot.
-        """
-        own = [field.own_words(lengths) for field, _, _ in self._parts]
-        if self._rooms is None:
-            return own, np.ones(len(lengths), np.int64)
-        varying = [one for one in own if one is not None]
-        units = units_of(varying[0]) + self._fixed_units
-        for one in varying[1:]:
-            units += units_of(one)
-        return own, units
+    def _units(self, own_words: Sequence[np.ndarray | None]) -> np.ndarray:
+        """Return the units of 64 bytes that rows take, (B,), or () where all take the same."""
+        varying = (units_of(one) for one in own_words if one is not None)
+        return sum(varying, np.array(self._fixed_units))
 
     def _places(
-        self, slots: np.ndarray, tags: np.ndarray, units: np.ndarray
+        self,
+        slots: np.ndarray,
+        tags: np.ndarray,
+        own_words: Sequence[np.ndarray | None],
+        found: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return where rows are in the tables of their fields, and whether they can be there."""
+        """Return where rows are in their fields' tables, and which of those found can be there."""
         if self._rooms is None:
-            return slots, np.ones(len(slots), bool)
+            return slots, found
         # A hole in the file must not be touched: its system may have no room for it.
         places = starts_of(tags[:, 3])
-        return places, places + units <= self._rooms.num_taken
+        return places, found & (places + self._units(own_words) <= self._rooms.num_taken)
 
     def _depths(self, found: np.ndarray, fits: np.ndarray, stamps: Stamps) -> np.ndarray:
         """Return the depth of each stamp that was found, 0 for none."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autocache import store as store_module
-from autocache.layout import RowField, RowLayout
+from autocache.layout import TAKEN, RowField, RowLayout
 from autocache.rooms import EXTENT_BYTES
 from autocache.store import RowStore
 from tests.helpers.pool import another_process
@@ -182,8 +182,8 @@ def work(path: Path, first: int, num: int, told: Connection) -> None:
         told.send(seen)
 
 
-@pytest.mark.parametrize("num", [2, 4])
-def test_processes_write_and_read_at_once(store: RowStore, num: int) -> None:
+def test_processes_write_and_read_at_once(store: RowStore) -> None:
+    num = 3
     pipes = [multiprocessing.Pipe() for _ in range(num)]
     workers = [
         another_process(work, store.path, first, num, pipe[1]) for first, pipe in enumerate(pipes)
@@ -201,6 +201,43 @@ def test_processes_write_and_read_at_once(store: RowStore, num: int) -> None:
     assert store.num_bytes <= 1.1 * own_bytes(ids) + num * EXTENT_BYTES + 40 * NUM_ROWS
 
 
+def drawn_rows(ids: Tensor, stamp: int, lengths: Tensor) -> dict[str, Tensor]:
+    """Return rows by which it is known what was written: `y` is the length."""
+    rows = rows_of(ids, lengths, seed=stamp + 7 * int(lengths[0]))
+    return {**rows, "y": lengths.int()}
+
+
+def write_others_rows(path: Path, seed: int, told: Connection) -> None:
+    """Write few rows again and again, each time of another length; check all that is served."""
+    rng, num_served = np.random.default_rng(seed), 0
+    with RowStore.open(path, TEXTS, NUM_ROWS) as store:
+        for _ in range(300):
+            ids, stamp = torch.from_numpy(rng.integers(0, 6, size=1)), int(rng.integers(1, 3))
+            if rng.random() < 0.5:
+                lengths = torch.from_numpy(rng.integers(0, MOST + 1, size=1))
+                store.write(ids, stamp, drawn_rows(ids, stamp, lengths), lengths)
+            read = store.read(ids, [stamp], in_background=bool(rng.random() < 0.5))
+            if read.depth.all():
+                wanted = drawn_rows(ids, stamp, read.rows["y"].long())
+                assert all(torch.equal(read.rows[name], row) for name, row in wanted.items())
+                num_served += 1
+    told.send(num_served)
+
+
+def test_a_row_that_processes_write_at_once_is_one_of_theirs_or_a_miss(store: RowStore) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    workers = [another_process(write_others_rows, store.path, n, theirs) for n in range(3)]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in workers:
+            assert ours.poll(60) and ours.recv() > 0
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
 def write_for_ever(path: Path, told: Connection) -> None:
     with RowStore.open(path, TEXTS, NUM_ROWS) as store:
         stamp = 2
@@ -214,7 +251,7 @@ def test_a_writer_that_is_killed_leaves_others_rows_and_a_file_to_use(store: Row
     ids = torch.arange(100)
     write(store, ids)
     ours, theirs = multiprocessing.Pipe()
-    for extra in range(6):
+    for extra in range(3):
         child = another_process(write_for_ever, store.path, theirs)
         child.start()
         try:
@@ -248,7 +285,7 @@ def test_a_process_that_dies_while_it_takes_room_keeps_nobody_out(store: RowStor
         assert ours.poll(60)
         thread = threading.Thread(target=write, args=(store, torch.arange(50)))
         thread.start()
-        thread.join(0.2)
+        thread.join(0.05)
         assert thread.is_alive()  # It waits for the other process.
     finally:
         child.kill()
@@ -276,7 +313,7 @@ def test_a_limit_of_files_bounds_what_rows_take(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (message,) = caplog.messages
-    assert "takes no more rows, as its limit is reached" in message
+    assert "takes no more rows, as it is full" in message
 
 
 def test_a_full_file_system_means_rows_that_are_not_kept_and_one_warning_of_all_processes(
@@ -310,7 +347,7 @@ def test_a_limit_bounds_what_rows_take(tmp_path: Path, caplog: pytest.LogCapture
         assert 450 < assert_right(store, torch.arange(NUM_ROWS)).sum() < 550
         assert limit - TEXTS.row_bytes <= store.num_bytes - empty <= limit
     (message,) = caplog.messages
-    assert "its limit is reached" in message
+    assert "it is full" in message
 
 
 def test_a_file_system_without_room_for_the_expected_rows_is_refused_at_once(
@@ -348,6 +385,30 @@ def test_a_damaged_length_or_room_is_a_counted_miss_wherever_it_leads(
     assert store.num_bytes == on_disk(store) or on_disk(store) <= store.num_bytes + 4096
 
 
+def test_a_damaged_room_is_not_written_to_where_it_leads_behind_what_is_taken(
+    store: RowStore,
+) -> None:
+    ids = torch.arange(40)
+    write(store, ids)
+    for bit in range(64):
+        store._tags[7, 3] ^= np.uint64(1 << bit)
+        write(store, ids[7:8])
+        assert_served(store, ids[7:8])
+        write(store, ids[~assert_right(store, ids)])
+        assert_served(store, ids)
+    assert on_disk(store) <= store.num_bytes + 4096
+
+
+def test_a_row_of_zeros_is_a_miss_where_its_room_is_damaged() -> None:
+    layout = RowLayout((RowField("hidden", (5, 4), torch.float32, varies=True),))
+    ids = torch.zeros(1, dtype=torch.int64)
+    with RowStore.in_memory(layout, 3) as store:
+        store.write(ids, 1, {"hidden": torch.zeros(1, 5, 4)}, torch.tensor([0]))
+        assert store.read(ids, [1]).depth.all()
+        store._tags[0, 3] = 2**63
+        assert not store.read(ids, [1]).depth.any()
+
+
 def test_the_disk_is_asked_for_rows_that_are_there_alone(
     store: RowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,11 +427,49 @@ def test_the_disk_is_asked_for_rows_that_are_there_alone(
     assert len(asked) == 3 and all(0 <= start < end <= store.num_bytes for start, end in asked)
 
 
+def test_rows_that_share_a_room_are_misses_until_they_have_one_each(store: RowStore) -> None:
+    ids = torch.arange(100)
+    write(store, ids)
+    store._header[TAKEN] = 0  # As a machine's crash may leave it: it is behind rows' tags.
+    with RowStore.open(store.path, TEXTS, NUM_ROWS) as later:
+        write(later, ids + 100)
+        for some in (ids, ids + 100, ids):
+            found = assert_right(later, some)
+            write(later, some[~found])
+        assert_served(later, torch.arange(200))
+
+
+def test_a_file_system_without_holes_is_asked_for_what_is_expected_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(descriptor: int, size: int) -> None:
+        os.pwrite(descriptor, bytes(size), 0)
+
+    monkeypatch.setattr(os, "ftruncate", fill)
+    expected = NUM_ROWS * TEXTS.expected_bytes
+    with RowStore.create(tmp_path / "rows", TEXTS, NUM_ROWS) as store:
+        assert expected < store.path.stat().st_size < 1.05 * expected + 40 * NUM_ROWS
+        write(store, torch.arange(NUM_ROWS))
+        assert assert_right(store, torch.arange(NUM_ROWS)).float().mean() > 0.9
+
+
+def test_rows_of_nothing_but_what_varies_may_have_no_entry() -> None:
+    layout = RowLayout((RowField("hidden", (5, 3), torch.float16, varies=True),))
+    ids, lengths = torch.arange(12), torch.arange(12) % 6
+    rows = {"hidden": torch.rand(12, 5, 3).half()}
+    rows["hidden"][torch.arange(5) >= lengths[:, None]] = 0
+    with RowStore.in_memory(layout, 12) as store:
+        for stamp in (1, 2):
+            store.write(ids, stamp, rows, lengths)
+            read = store.read(ids, [stamp])
+            assert read.depth.all() and torch.equal(read.rows["hidden"], rows["hidden"])
+
+
 def test_a_damaged_cursor_costs_rows_but_none_is_wrong(store: RowStore) -> None:
     ids = torch.arange(100)
     write(store, ids)
     for value in (0, 5, 1 << 40, 2**64 - 1):
-        store._header[3] = value
+        store._header[TAKEN] = value
         with RowStore.open(store.path, TEXTS, NUM_ROWS) as other:
             write(other, torch.arange(100, 200))
             assert_right(other, torch.arange(200))

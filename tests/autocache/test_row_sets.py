@@ -198,9 +198,15 @@ def test_a_set_of_unequal_rows_is_said_to_take_what_it_takes(folder: Path) -> No
         assert found.num_whole == NUM
         assert found.num_bytes == file.stat().st_blocks * 512 < file.stat().st_size
         assert NUM * 50 * 256 <= found.num_bytes <= 1.1 * NUM * 50 * 256 + 8192
-    with closing(open_texts(folder)) as again:
+    # A later run may know of other lengths, and read and write the same rows.
+    longer = RowLayout(TEXTS.fields, mean_length=170.0)
+    with closing(RowSets(folder).obtain(MADE_FROM, longer, NUM, {})) as again:
         read = again.store.read(IDS, (STAMP,))
         assert read.depth.all() and torch.equal(read.rows["hidden"], texts_of(IDS, 50)["hidden"])
+        again.store.write(IDS, STAMP, texts_of(IDS, 170), torch.full((NUM,), 170))
+    with closing(open_texts(folder)) as last:
+        read = last.store.read(IDS, (STAMP,))
+        assert read.depth.all() and torch.equal(read.rows["hidden"], texts_of(IDS, 170)["hidden"])
 
 
 def test_a_limit_counts_unequal_rows_by_their_expected_length(folder: Path) -> None:

@@ -79,6 +79,16 @@ def test_cached_equals_uncached_bit_by_bit(
         assert torch.equal(cached[name], tensor), name
 
 
+def test_short_sentences_in_int8_are_rounded_alike_whether_they_have_rows_or_not() -> None:
+    trainer, all_kept = train(build_classifier(), Sentences(), cache_dtype="int8")
+    limited, some_kept = train(
+        build_classifier(), Sentences(), cache_dtype="int8", cache_limit_bytes=NUM_SENTENCES * 60
+    )
+    assert 0 < limited.report.cache_hits < trainer.report.cache_hits
+    for name, tensor in all_kept.items():
+        assert torch.equal(some_kept[name], tensor), name
+
+
 def test_a_short_sentence_takes_only_its_own_bytes() -> None:
     with (
         measuring(freely),
