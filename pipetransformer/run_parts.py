@@ -27,6 +27,7 @@ from pipetransformer.elastic import Deployment, Elasticity
 from pipetransformer.feed import (
     BatchForecast,
     FrozenPrefix,
+    RowBudget,
     SampleFeed,
     SizedDataset,
     Timeline,
@@ -72,14 +73,15 @@ class RunParts:
     state: RunState
     checks: RunChecks
 
-    def cache_bytes(self) -> int:
-        """Return the most that a node's cached rows may take; 0 where nothing is cached."""
+    def row_budget(self) -> RowBudget:
+        """Return how many rows a node's cache will have, and the most that they may take."""
         if not self.caches:
-            return 0
+            return RowBudget()
         feeds = [feed for feed in (self.feed, self.evaluator.feed) if feed is not None]
         keepers = [feed.keeper for feed in feeds if feed.keeper.may_cache]
         batch = self.feed.read_apart(torch.arange(largest_micro_batch(self.task, self.world)))
-        return sum(keeper.most_bytes(self.elastic.planner.profile, batch) for keeper in keepers)
+        profile = self.elastic.planner.profile
+        return sum((keeper.budget(profile, batch) for keeper in keepers), RowBudget())
 
 
 def build_parts(

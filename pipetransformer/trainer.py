@@ -394,7 +394,7 @@ class Trainer:
             self._log.start(
                 self._elastic.clock(),
                 self._elastic.planner.profile,
-                cache_bytes=self._parts.cache_bytes(),
+                rows=self._parts.row_budget(),
                 unused=self._feed.unused_columns() if self.world.is_main else (),
             )
             return self._decide_if_due()

@@ -13,6 +13,7 @@ from pipetransformer.feed.collation import Batch, Collation, names_for
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.rounding import tell_of_loss, tell_of_outputs
+from pipetransformer.feed.row_keeper import RowBudget
 from pipetransformer.feed.sample_feed import (
     ComputedRows,
     Rows,
@@ -36,8 +37,8 @@ from pipetransformer.feed.workers import ForeseenSamples, Request
 
 __all__ = [
     "Batch", "BatchForecast", "Clock", "Collation", "ComingStep", "ComputedRows",
-    "ForeseenSamples", "FrozenPrefix", "Position", "Request", "Rows", "SampleError", "SampleFeed",
-    "Samples", "SizedDataset", "TargetSource", "Timeline", "check_dataset", "find_changed",
-    "first_samples", "names_for", "own_random_numbers", "part_of", "read_lengths", "samples_of",
-    "seed_plainly", "seed_torch", "spread", "tell_of_loss", "tell_of_outputs",
+    "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "Rows", "SampleError",
+    "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline", "check_dataset",
+    "find_changed", "first_samples", "names_for", "own_random_numbers", "part_of", "read_lengths",
+    "samples_of", "seed_plainly", "seed_torch", "spread", "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

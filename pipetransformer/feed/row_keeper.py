@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -21,6 +22,7 @@ from autocache import (
 )
 from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
+from autopipe.trace import as_bytes
 from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import (
@@ -42,6 +44,29 @@ _LOGGER = logging.getLogger(__name__)
 # Fewer bytes than these are read faster than a thread hands them over.
 _LEAST_AHEAD_BYTES = 1 << 20
 _IN_MEMORY = Path("/dev/shm")
+
+
+@final
+@dataclass(frozen=True)
+class RowBudget:
+    """Say how many samples of how many have rows, each view of one counted, and their bytes."""
+
+    num_rows: int = 0
+    num_samples: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: RowBudget) -> RowBudget:
+        return RowBudget(
+            self.num_rows + other.num_rows,
+            self.num_samples + other.num_samples,
+            self.num_bytes + other.num_bytes,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"rows of {self.num_rows} of {self.num_samples} samples, about "
+            f"{as_bytes(self.num_bytes)}"
+        )
 
 
 @final
@@ -132,7 +157,7 @@ class RowKeeper:
                 "samples to one length"
             )
 
-    def most_bytes(self, profile: Profile, measured: Batch) -> int:
+    def budget(self, profile: Profile, measured: Batch) -> RowBudget:
         """Estimate the most that a node's cache will take in a file, whatever freezes.
 
         Args:
@@ -146,8 +171,9 @@ class RowKeeper:
             weights = next(model.model.parameters()).dtype
             computed = self._task.computes_in or weights
             row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed.itemsize
-        needed = int(row_bytes * self._num_views * self._num_samples)
-        return min(needed, config.cache_limit_bytes or needed)
+        num_all = self._num_views * self._num_samples
+        num_rows = rows_within(config.cache_limit_bytes, num_all, int(row_bytes))
+        return RowBudget(num_rows, num_all, int(num_rows * row_bytes))
 
     def cache_over(
         self, store: ActivationStore | None, content: RowContent, known: Tensor | None = None
@@ -222,9 +248,7 @@ class RowKeeper:
         num_rows = self._num_views * self._num_samples
         if self._task.config.cache_keep:
             self.store = self._kept_store(layout, num_rows)
-            self._gave_up = self.store is None
-            return
-        if rows_within(limit, num_rows, layout.expected_bytes) == 0:
+        elif rows_within(limit, num_rows, layout.expected_bytes) == 0:
             if self._world.is_main:
                 _LOGGER.warning(
                     "cache_limit_bytes=%d holds no row of %d bytes: the frozen prefix is computed "
@@ -233,8 +257,14 @@ class RowKeeper:
                     layout.expected_bytes,
                 )
             return
-        self.store = make_store(self._world, self._task.config, layout, num_rows)
+        else:
+            self.store = make_store(self._world, self._task.config, layout, num_rows)
         self._gave_up = self.store is None
+        if self.store is not None and self._world.is_main:
+            num_held = self.store.num_rows
+            # Those of unequal lengths take their bytes as they are written.
+            num_bytes = max(self.store.num_bytes, num_held * layout.expected_bytes)
+            _LOGGER.info("the cache has %s", RowBudget(num_held, num_rows, num_bytes))
 
     def _kept_store(self, layout: RowLayout, num_rows: int) -> ActivationStore | None:
         """Open the rows that are kept for this prefix, or make room for them. Collective."""

@@ -1,4 +1,4 @@
-"""Reckon, before the first step, what rows of frozen parts take, and what they save of a step."""
+"""Reckon, before the first step, what rows of frozen parts cost, and what they save of a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class RowAccount:
 
     Args:
         name: of the parts.
-        num_rows: samples of the data set; each row takes `row_bytes`.
         num_together: samples of a batch.
         whole_s: seconds from the start; None where that is not known, as of a teacher.
         short_s: seconds from rows.
@@ -42,8 +41,6 @@ class RowAccount:
     """
 
     name: str
-    num_rows: int
-    row_bytes: int
     num_together: int
     whole_s: float | None
     short_s: float
@@ -66,15 +63,17 @@ class RowAccount:
         return 1 + max(1, math.ceil((self.fill_s + self.short_s - self.whole_s) / saved))
 
     def __str__(self) -> str:
-        mib = self.num_rows * self.row_bytes / 2**20
-        text = f"rows of {self.name}: {self.num_rows} of {self.row_bytes} bytes, {mib:.1f} MiB"
+        text = f"rows of {self.name}"
         if self.whole_s is None:
             return text
         text += (
-            f"; forward and backward of {self.num_together} samples take "
+            f": forward and backward of {self.num_together} samples take "
             f"{1e3 * self.whole_s:.1f} ms, from rows {1e3 * self.short_s:.1f} ms"
         )
-        return f"{text}; this pays from epoch {self.first_gain} on" if self.pays else text
+        if not self.pays:
+            return text
+        share = f"{100 * self.saved_share:.0f} %"
+        return f"{text}; this saves {share} of an epoch, and pays from epoch {self.first_gain} on"
 
 
 def row_account(known: LoopModel, from_rows: FromRows) -> RowAccount:
@@ -111,9 +110,7 @@ def row_account(known: LoopModel, from_rows: FromRows) -> RowAccount:
             if model not in known.blocks:  # Of the step around a teacher nothing is known.
                 short_s = timed(lambda: from_rows(entries, rows[repeated], {}))
                 whole_s = timed(lambda: known.partial.whole(entries))
-    row_bytes = rows.element_size() * rows[0].numel()
-    num_rows = len(samples.dataset)
-    return RowAccount(known.partial.row.name, num_rows, row_bytes, num, whole_s, short_s, fill_s)
+    return RowAccount(known.partial.row.name, num, whole_s, short_s, fill_s)
 
 
 def _run_backward(answer: Any, weights: list[Any]) -> None:

@@ -19,7 +19,7 @@ from freeze import FreezeContext
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.elastic import Change, Decision
-from pipetransformer.feed import Clock
+from pipetransformer.feed import Clock, RowBudget
 from pipetransformer.processes import World, on_rank_0
 from pipetransformer.report.fit_report import cache_line, nothing_frozen_line
 from pipetransformer.report.progress import Progress
@@ -80,21 +80,21 @@ class RunLog:
         return Records(path, listener=self._listener, tensorboard=tensorboard)
 
     def start(
-        self, clock: Clock, profile: Profile, *, cache_bytes: int, unused: Sequence[str]
+        self, clock: Clock, profile: Profile, *, rows: RowBudget, unused: Sequence[str]
     ) -> None:
         """Begin to show progress.
 
         Args:
             clock: of the coming step.
             profile: tells what forwards are spared.
-            cache_bytes: the most that a node's cache may take; 0 where nothing is cached.
+            rows: that a node's cache will have.
             unused: columns of the training set that the model does not take.
         """
         self.sums.profile, self._num_done = profile, clock.step
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
-        if cache_bytes:
-            self.say(_cache_text(cache_bytes, Path(self._config.cache_folder)))
+        if rows.num_rows:
+            self.say(_cache_text(rows, Path(self._config.cache_folder)))
         self._progress.open(clock.step, clock.max_steps)
 
     def say(self, line: str) -> None:
@@ -306,12 +306,12 @@ class RunLog:
             )
 
 
-def _cache_text(num_bytes: int, folder: Path) -> str:
-    text = f"the cache takes up to about {as_bytes(num_bytes)} in {folder}"
+def _cache_text(rows: RowBudget, folder: Path) -> str:
+    text = f"the cache will have {rows} at most in {folder}"
     if not folder.is_dir():
         return text
     free = shutil.disk_usage(folder).free
     text += f", where {as_bytes(free)} are free"
-    if num_bytes > free:
+    if rows.num_bytes > free:
         text += "; cache_limit_bytes=, cache_dtype= or another cache_folder= make it fit"
     return text

@@ -221,7 +221,8 @@ def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
         with caplog.at_level(logging.INFO):
             trainer.fit()
         taken = trainer.report.cache_bytes
-    (announced,) = re.findall(r"the cache takes up to about ([\d.]+) KiB", caplog.text)
+    text = r"the cache will have rows of 400 of 400 samples, about ([\d.]+) KiB at most"
+    (announced,) = re.findall(text, caplog.text)
     # Rows also hold the mask, targets and checks.
     assert 0.75 * taken < 1024 * float(announced) < 1.1 * taken
 
@@ -282,8 +283,11 @@ def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_
     assert not any(device_waits[step] for step in inner)
 
 
-def test_a_limit_holds_as_many_texts_as_their_mean_length_allows() -> None:
+def test_a_limit_holds_as_many_texts_as_their_mean_length_allows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Half of the samples have rows, which take the limit, and the run ends as one without."""
+    caplog.set_level(logging.INFO)
     data, state, limit_bytes = sentences(120), [], 60 * (11 * 16 * 8 + 5 * 64)
     for cache in (True, False):
         with measuring(freely), Trainer(
@@ -306,6 +310,11 @@ def test_a_limit_holds_as_many_texts_as_their_mean_length_allows() -> None:
                 assert 0.9 * store.num_rows < found.depth.sum() <= store.num_rows
                 assert 0.9 * limit_bytes < store.num_bytes < limit_bytes + 4096
                 assert 0.4 < trainer.report.cache_hits / 240 < 0.6
+                (num, kib) = re.findall(
+                    r"the cache has rows of (\d+) of 120 samples, about ([\d.]+) KiB", caplog.text
+                )[0]
+                assert int(num) == store.num_rows
+                assert 0.95 * limit_bytes < 1024 * float(kib) <= 1.01 * limit_bytes
             state.append(trainer.state_dict())
     for name, mine in state[0].items():
         torch.testing.assert_close(mine, state[1][name], rtol=1e-9, atol=1e-12)

@@ -64,7 +64,7 @@ def test_rows_are_kept_where_they_save_a_tenth_of_a_step_or_are_asked_for(
     assert model.tower[0].weight.grad is None
 
 
-def test_an_account_says_bytes_times_and_from_when_it_pays(
+def test_an_account_says_rows_bytes_times_and_from_when_it_pays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(SECONDS, _lasting(0.025, 0.01, 0.02))
@@ -79,8 +79,10 @@ def test_an_account_says_bytes_times_and_from_when_it_pays(
     with attach(model, parts=["tower"]) as cached:
         next(cached.epoch(loader))
     # Computing rows takes 15 ms more than a step saves, in each batch of the first epoch.
-    text = "rows of 'tower': 12 of 32 bytes, 0.0 MiB; forward and backward of 4 samples take 20.0 "
-    assert re.search(re.escape(text) + "ms, from rows 10.0 ms; .*from epoch 3 on", caplog.text)
+    text = "rows of 'tower': forward and backward of 4 samples take 20.0 ms, from rows 10.0 ms; "
+    assert text + "this saves 50 % of an epoch, and pays from epoch 3 on, in " in caplog.text
+    # A row has its sample's digest beside 32 bytes, and its tag.
+    assert re.search(r"the cache has rows of 12 of 12 samples, about \S+ KiB", caplog.text)
     for was, now in zip(before, (*model.parameters(), *model.buffers()), strict=True):
         assert torch.equal(was, now)
     assert all(p.grad is None for p in model.parameters())
