@@ -211,7 +211,7 @@ def write_others_rows(path: Path, seed: int, told: Connection) -> None:
     """Write few rows again and again, each time of another length; check all that is served."""
     rng, num_served = np.random.default_rng(seed), 0
     with RowStore.open(path, TEXTS, NUM_ROWS) as store:
-        for _ in range(300):
+        for _ in range(200):
             ids, stamp = torch.from_numpy(rng.integers(0, 6, size=1)), int(rng.integers(1, 3))
             if rng.random() < 0.5:
                 lengths = torch.from_numpy(rng.integers(0, MOST + 1, size=1))
