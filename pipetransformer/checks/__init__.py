@@ -15,7 +15,6 @@ verified_steps   a plain loop beside pipelines, on all ranks
 
 from pipetransformer.checks.model_checks import describe_task
 from pipetransformer.checks.optimizer_trial import try_optimizer
-from pipetransformer.checks.rank_checks import attributes_of
 from pipetransformer.checks.run_checks import check_settings, refuse_surroundings
 from pipetransformer.checks.sample_faults import naming_first_samples
 from pipetransformer.checks.start import Findings, RunChecks
@@ -23,6 +22,6 @@ from pipetransformer.checks.twins import differ
 from pipetransformer.checks.verification import Verification
 
 __all__ = [
-    "Findings", "RunChecks", "Verification", "attributes_of", "check_settings", "describe_task",
+    "Findings", "RunChecks", "Verification", "check_settings", "describe_task",
     "differ", "naming_first_samples", "refuse_surroundings", "try_optimizer",
 ]  # fmt: skip

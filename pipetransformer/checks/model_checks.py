@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from autopipe.loss import Loss, LossFunction, choose_loss, smooth_labels
 from freeze import FreezePolicy
 from pipetransformer.checks.optimizer_trial import try_optimizer
-from pipetransformer.checks.rank_checks import attributes_of, held_tensors
 from pipetransformer.config import TrainConfig
 from pipetransformer.model import (
     DTYPES,
@@ -20,7 +19,9 @@ from pipetransformer.model import (
     OptimizerTraits,
     Task,
     adamw,
+    attributes_of,
     decay_by_layer,
+    held_tensors,
     named_tensors,
     refuse_hooks,
 )

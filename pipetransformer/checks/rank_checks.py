@@ -1,17 +1,9 @@
-"""Refuse ranks that were given different things: they would train on, and drift apart.
-
-The walk through what an object holds (`held`) is here, too: containers, plain objects, and
-functions with their captured values.
-"""
+"""Refuse ranks that were given different things: they would train on, and drift apart."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +13,7 @@ from autocache import chain_hash
 from autodp import gather_json
 from pipetransformer.durable_files import hash_json
 from pipetransformer.feed import Samples
-from pipetransformer.model import Task, named_tensors
+from pipetransformer.model import Task, attributes_of, held, named_tensors
 from pipetransformer.processes import World, agree
 
 _OF_A_PROCESS = {
@@ -102,15 +94,6 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 Place: TypeAlias = tuple[nn.Module | None, str]
 """The module that holds something, however deep, and the attribute's name."""
 Kept: TypeAlias = dict[Place, tuple[tuple[float, ...], list[Tensor]]]
-_REGISTERED = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
-"""Attributes that torch keeps up to date itself; the last two are a recurrent module's."""
-_MOST_VALUES, _MOST_MEMBERS = 10_000, 1_000
-"""Limits of the walk: a larger object is data."""
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's plain attributes."""
-    return {name: value for name, value in vars(module).items() if name not in _REGISTERED}
 
 
 @dataclass(frozen=True)
@@ -178,43 +161,3 @@ def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
             if isinstance(one, Tensor)
         ]
     return Remembered(numbers, tensors)
-
-
-def held(value: Any) -> Iterator[Any]:
-    """Yield a value and all that it holds, each once; modules and tensors are not opened."""
-    waiting, seen = deque([value]), set[int]()
-    while waiting and len(seen) < _MOST_VALUES:
-        one = waiting.popleft()
-        # An object may hold itself, so each is opened once.
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting.extend(islice(_members(one), _MOST_MEMBERS))
-
-
-def held_tensors(value: Any) -> Iterator[Tensor]:
-    return (one for one in held(value) if isinstance(one, Tensor))
-
-
-def _members(value: Any) -> Iterable[Any]:
-    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
-        return ()
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return value
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, MethodType):
-        return value.__func__, value.__self__
-    if isinstance(value, FunctionType):
-        return *_captured(value), value.__defaults__, value.__kwdefaults__
-    return getattr(value, "__dict__", {}).values()
-
-
-def _captured(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # Not assigned yet.
-            continue

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from autocache import HIDDEN, chain_hash, fingerprint
 from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.row_origin import settings_of
-from pipetransformer.model import Task, in_mode, modes_of, set_modes
+from pipetransformer.model import (
+    Task,
+    in_mode,
+    is_opaque,
+    marks_of,
+    modes_of,
+    opaque_kept,
+    plain_tensors,
+    set_modes,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -45,6 +54,7 @@ class FrozenPrefix:
         self._names: list[str] = []
         self._stamped_versions: list[tuple[int, int]] = []
         self._stamped_values, self._compares_values = 0, False
+        self._has_opaque = False
 
     def set_depth(self, num_frozen: int, *, on_stage_0: bool, use_cache: bool) -> None:
         """Freeze or thaw; every rank of the world calls it."""
@@ -62,6 +72,10 @@ class FrozenPrefix:
 
     def run_layers(self, batch: Batch, first: int, last: int) -> Tensor:
         """Run frozen layers first..last-1, in eval mode."""
+        with opaque_kept(self._tensors() if self._has_opaque else ()):
+            return self._computed(batch, first, last)
+
+    def _computed(self, batch: Batch, first: int, last: int) -> Tensor:
         if self._run is not None:
             return self._run(batch, first, last)
         model = self.task.model
@@ -126,14 +140,19 @@ class FrozenPrefix:
     def _are_edited(self, *, compares_values: bool) -> bool:
         if self._versions() != self._stamped_versions:
             return True
-        return compares_values and fingerprint(self._tensors()) != self._stamped_values
+        return compares_values and self._values() != self._stamped_values
 
     def _sublayers(self) -> range:
         return range(self.task.model.first_active(self.depth) if self.depth else 0)
 
     def _versions(self) -> list[tuple[int, int]]:
         tensors = self._tensors()
+        if self._has_opaque:
+            return [mark for one in tensors for mark in marks_of(one)]
         return [*zip(map(Tensor.data_ptr, tensors), map(_VERSION, tensors), strict=True)]
+
+    def _values(self) -> int:
+        return fingerprint(plain for one in self._tensors() for plain in plain_tensors(one))
 
     def _tensors(self) -> list[Tensor]:
         # Read from the modules' tables at each fetch: nn.Module.__getattr__ is slow.
@@ -148,7 +167,12 @@ class FrozenPrefix:
         settings = settings_of(model) if self.task.config.cache_keep else [""] * self.depth
         for layer in range(len(self.stamps), self.depth):
             sublayers = range(model.first_active(layer), model.first_active(layer + 1))
-            named = [pair for index in sublayers for pair in model.tensors(index).items()]
+            named = [
+                (name, plain)
+                for index in sublayers
+                for name, tensor in model.tensors(index).items()
+                for plain in plain_tensors(tensor)
+            ]
             below, how = self.stamps[-1] if self.stamps else 0, mode + settings[layer]
             if not self.task.config.cache_keep:
                 # Within a run the sum by which edits are noticed tells prefixes apart, too. It is
@@ -164,5 +188,6 @@ class FrozenPrefix:
             for module, name in holders
         ]
         self._tables, self._names = [table for table, _ in held], [name for _, name in held]
+        self._has_opaque = any(map(is_opaque, self._tensors()))
         self._stamped_versions = self._versions()
-        self._stamped_values = fingerprint(self._tensors())
+        self._stamped_values = self._values()

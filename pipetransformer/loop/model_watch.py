@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopipe.profile import left_as_found
 from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.randomness import generators_kept
+from pipetransformer.model import is_opaque, named_tensors, opaque_kept
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _MOST_MEMBERS = 256
@@ -167,6 +168,9 @@ class ModelWatch:
 
 def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
     """Yield where values are: a module's attributes, and members of its dicts and settings."""
+    # A quantized weight may have its scales in an object beside it.
+    is_quantized = any(p is not None and is_opaque(p) for p in attributes["_parameters"].values())
+    kinds = (*_PLAIN, Tensor) if is_quantized else _PLAIN
     for name in _plain_names(attributes):
         value = attributes[name]
         # `forward` is looked at of each module, whether it has one or not.
@@ -178,7 +182,7 @@ def _places(attributes: dict[str, Any], seen: set[int]) -> Iterator[_Place]:
             continue
         if id(members) not in seen and len(members) <= _MOST_MEMBERS:
             seen.add(id(members))  # One configuration serves many modules.
-            yield from ((members, key) for key, one in members.items() if isinstance(one, _PLAIN))
+            yield from ((members, key) for key, one in members.items() if isinstance(one, kinds))
 
 
 def _but_ours(forward: Any) -> Any:
@@ -284,6 +288,7 @@ def left_alone(model: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(generators_kept(*modules))
         stack.enter_context(own_random_numbers(device))
         stack.enter_context(left_as_found([model], device))
+        stack.enter_context(opaque_kept(named_tensors(model).values()))
         stack.enter_context(_without_others_hooks(model))
         stack.enter_context(_without_zeros(model))
         # A loop may be within a checkpoint, which counts what its forward saves. An output that

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from autocache import own_lengths
 from autopipe.profile import graph_leaves
 from autopipe.random_state import random_state
-from pipetransformer.checks import attributes_of, differ
+from pipetransformer.checks import differ
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.joined_texts import TOKENS
 from pipetransformer.loop.model_watch import InnerHooks, ModelWatch, left_alone
@@ -32,6 +32,7 @@ from pipetransformer.model import (
     Reads,
     Task,
     UnlikeAnswerError,
+    attributes_of,
     forward_parameters,
     whole_in_mode,
 )

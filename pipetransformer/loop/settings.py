@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetransformer.config import TrainConfig, make_config
-from pipetransformer.model import named_parts
+from pipetransformer.model import is_opaque, named_parts
 
 SETTINGS = (
     "cache_folder", "cache_keep", "cache_fingerprint", "cache_limit_bytes", "cache_dtype",
@@ -119,7 +119,12 @@ def settings_of_parts(
     if settings.get(RELEASE):
         own[RELEASE] = model
         config = make_config({n: value for n, value in settings.items() if n in SETTINGS})
-        weights = (p for part in named.values() for p in part.parameters())
+        weights = [p for part in named.values() for p in part.parameters()]
+        if kinds := [type(p).__name__ for p in weights if is_opaque(p)]:
+            raise ValueError(
+                "release=True moves parts= off their device, and they hold weights of a class of "
+                f"their own ({kinds[0]}), which are never moved: leave it out"
+            )
         is_on_cpu = all(p.device.type == "cpu" for p in weights)
         if is_on_cpu and config.cache_folder == TrainConfig.cache_folder:
             raise ValueError(

@@ -19,6 +19,15 @@ from pipetransformer.model.general import (
     present,
     row_of,
 )
+from pipetransformer.model.held_values import (
+    attributes_of,
+    held,
+    held_tensors,
+    is_opaque,
+    marks_of,
+    opaque_kept,
+    plain_tensors,
+)
 from pipetransformer.model.layered_model import (
     LayeredModel,
     Sublayer,
@@ -88,12 +97,14 @@ __all__ = [
     "Packing", "PartCall", "PartTrial", "ROUTERS", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "UnreadLogits", "WAYS_OUT", "adamw",
     "adapt",
-    "adapter_names", "adapters_in_use", "beside_parts",
+    "adapter_names", "adapters_in_use", "attributes_of", "beside_parts",
     "block_lists", "build_optimizer", "computing_in",
     "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
+    "held", "held_tensors", "is_opaque", "marks_of",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
     "modules_of", "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors",
-    "names_of", "on_short_first", "output_of", "owned_parameters", "parts_forward_of", "present",
+    "names_of", "on_short_first", "opaque_kept", "output_of", "owned_parameters", "parts_forward_of",
+    "plain_tensors", "present",
     "present_parts", "put_state", "qualified_name",
     "refuse_hooks", "refuse_no_module", "refuse_wrapper", "replaced", "row_of", "register_adapter",
     "set_frozen", "set_modes",

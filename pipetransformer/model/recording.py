@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from autopipe.profile import graph_leaves
 from freeze.in_place import frozen_in_place
+from pipetransformer.model.held_values import opaque_kept
 
 if TYPE_CHECKING:
     from pipetransformer.model.packing import Packing, PartAnswer
@@ -225,7 +226,12 @@ def watched(model: nn.Module, *, may_differentiate: bool = False) -> Iterator[No
     try:
         for parameter in flags:
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
-        with torch.enable_grad(), bare, whole_in_mode(model, training=False):
+        with (
+            torch.enable_grad(),
+            bare,
+            whole_in_mode(model, training=False),
+            opaque_kept([*model.parameters(), *model.buffers()]),
+        ):
             yield
     finally:
         for parameter, flag in flags.items():
