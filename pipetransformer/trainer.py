@@ -34,7 +34,7 @@ from pipetransformer.checks import Verification, refuse_surroundings
 from pipetransformer.durable_files import replace_tensors
 from pipetransformer.elastic import Change, Decision
 from pipetransformer.feed import Batch, Clock, ComingStep, SizedDataset, own_random_numbers
-from pipetransformer.model import LayeredModel, OptimizerFactory
+from pipetransformer.model import LayeredModel, OptimizerFactory, is_opaque
 from pipetransformer.processes import on_rank_0
 from pipetransformer.report import Callback, Events, FitReport
 from pipetransformer.run_parts import build_parts
@@ -453,8 +453,17 @@ class Trainer:
             return dict(self._task.model.model.state_dict()) if self.is_main_process else {}
 
     def save_model(self, path: str | Path) -> None:
-        """Write the weights as one safetensors file under the model's own names. Collective."""
+        """Write the weights as one safetensors file under the model's own names. Collective.
+
+        Raises:
+            ValueError: a weight is in no form that such a file has, as torchao's.
+        """
         state = self.state_dict()
+        if opaque := [name for name, one in state.items() if is_opaque(one)]:
+            raise ValueError(
+                f"{opaque[0]!r} is a {type(state[opaque[0]]).__name__}, which no safetensors file "
+                "holds: write the adapters by save_pretrained"
+            )
         on_rank_0(lambda: replace_tensors(Path(path), state), group=self.world.group)
 
     def save_pretrained(self, folder: str | Path, processing_class: Any = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autopipe.profile.network import EXACT
 from autopipe.profile.profile import TIMES, SublayerCost
@@ -197,9 +198,18 @@ def unshared(groups: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes of the tensors' storages, by address; views share a storage."""
-    of_tensors = (tensor.untyped_storage() for tensor in tensors)
+    of_tensors = (one.untyped_storage() for tensor in tensors for one in _opened(tensor))
     # On the meta device addresses are 0; torch's own object then tells storages apart.
     return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in of_tensors}
+
+
+def _opened(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a wrapper, such as a quantized weight, has its numbers in."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _opened(getattr(tensor, name))
 
 
 @contextmanager

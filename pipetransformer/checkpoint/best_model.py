@@ -170,7 +170,7 @@ class Selection:
                 step,
             )
         if best.note(metrics, step) and self._keeps_weights:
-            state = self._deployment.copy_weights()
+            state = self._deployment.copy_weights(movable=True)
             try:
                 on_rank_0(lambda: best.write(state), group=self._world.group)
             except OSError as error:

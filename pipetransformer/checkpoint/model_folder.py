@@ -23,7 +23,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint
-from pipetransformer.checkpoint.resume import CHECKPOINTS, open_latest
+from pipetransformer.checkpoint.resume import CHECKPOINTS, OPAQUE, open_latest
 from pipetransformer.durable_files import replace_file, replace_tensors
 from pipetransformer.elastic import WEIGHTS, split_shard_name
 from pipetransformer.model import qualified_name, unwrapped
@@ -173,6 +173,8 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
     if config := checkpoint.scalars["parts"].get("model", {}).get("config"):
         replace_file(out / CONFIG_FILE, config.encode())
     show(f"{checkpoint.folder}: {len(tensors)} tensors after step {checkpoint.step} -> {out}")
+    if OPAQUE in checkpoint.scalars:
+        show("The quantized weights are not among them: load them from where the run had them.")
 
 
 def find_checkpoint(source: Path) -> Checkpoint:

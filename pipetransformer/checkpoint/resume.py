@@ -64,6 +64,8 @@ from pipetransformer.processes import (
 )
 
 CHECKPOINTS = "checkpoints"
+OPAQUE = "quantized weights"
+"""A hash of those in a run's identity: they are in no checkpoint."""
 
 _LAUNCHERS, _RUN = "launchers.json", "run.json"
 _SUBLAYERS = "sublayers"
@@ -229,13 +231,13 @@ def refuse_another_run(what: str, begun: Mapping[str, Any], ours: Mapping[str, A
     Args:
         what: begins the message, as "checkpoint X was saved with".
     """
-    other = {name: own for name, own in ours.items() if begun[name] != own}
+    other = {name: own for name, own in ours.items() if begun.get(name) != own}
     if other:
-        had = {name: begun[name] for name in other}
+        had = {name: begun.get(name) for name in other}
         raise ValueError(
             f"{what} {had}, but this run has {other}; resume with the same seed and training set, "
-            "which give the order of the samples, and the same optimizer, or start a new run from "
-            "its weights"
+            "which give the order of the samples, the same optimizer, and the same quantized "
+            "weights, if any, or start a new run from its weights"
         )
 
 
@@ -254,7 +256,7 @@ def read_shards(
         for index, sublayer in enumerate(model.sublayers):
             name = shard_name(sublayer.name, WEIGHTS)
             if name in shards:
-                _check_fit(name, shards[name], model.tensors(index))
+                _check_fit(name, shards[name], model.movable(index))
             moments = shards.get(shard_name(sublayer.name, OPTIMIZER), {})
             _check_trained(checkpoint, moments, trained_parameters(task, (index,)))
         return shards

@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 import torch
 
+from autocache import fingerprint
 from autodp import gather_json
 from autopipe.profile import Profile
 from freeze.signals import IntervalSignals
 from pipetransformer.checkpoint.format import Checkpoint, published
 from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
+    OPAQUE,
     check_model,
     lock_folder,
     note_launchers,
@@ -34,7 +36,14 @@ from pipetransformer.checkpoint.resume import (
 from pipetransformer.checkpoint.saver import Saved, Saver
 from pipetransformer.elastic import Decision, Elasticity, plan_shape, split_by_change
 from pipetransformer.feed import Position
-from pipetransformer.model import OptimizerTraits, Task
+from pipetransformer.model import (
+    OptimizerTraits,
+    Task,
+    is_opaque,
+    named_tensors,
+    plain_tensors,
+    state_of,
+)
 from pipetransformer.processes import World, cpu_name, is_restarted, told_by_rank_0
 
 _LOGGER = logging.getLogger(__name__)
@@ -80,6 +89,7 @@ class RunState:
         self._parts = {"transitions": elastic, **parts}
         self._optimizer = optimizer
         self._hardware = _describe_hardware(world.device)
+        self._opaque = _hash_of_opaque(task)
         self._lock: FileIO | None = None
         self._saver: Saver | None = None
         self._resumes = False
@@ -199,7 +209,7 @@ class RunState:
                 "position": asdict(self._timeline.position),
                 "parts": {name: part.state_dict() for name, part in self._parts.items()},
                 "measurements": self._elastic.planner.profile.to_json(),
-                "state_names": list(self._task.model.model.state_dict()),
+                "state_names": list(state_of(self._task.model.model, movable=True)),
             }
             self._saver.save(
                 self._timeline.position.step,
@@ -275,7 +285,15 @@ class RunState:
             "seed": self._task.config.seed,
             "num_samples": self._timeline.num_samples,
             "optimizer": {"name": traits.name, "entries": list(traits.entries)},
+            **({} if self._opaque is None else {OPAQUE: self._opaque}),
         }
+
+
+def _hash_of_opaque(task: Task) -> str | None:
+    """Return a hash of what no checkpoint holds, as it never trains or moves; None without it."""
+    held = {n: one for n, one in named_tensors(task.model.model).items() if is_opaque(one)}
+    values = fingerprint(plain for one in held.values() for plain in plain_tensors(one))
+    return f"{values:016x}" if held else None
 
 
 def _describe_hardware(device: torch.device) -> dict[str, Any]:

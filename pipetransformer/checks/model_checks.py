@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autopipe.loss import Loss, LossFunction, choose_loss, smooth_labels
 from freeze import FreezePolicy
@@ -22,7 +23,9 @@ from pipetransformer.model import (
     attributes_of,
     decay_by_layer,
     held_tensors,
+    is_opaque,
     named_tensors,
+    plain_tensors,
     refuse_hooks,
 )
 from pipetransformer.processes import likely_device, world_size
@@ -40,10 +43,12 @@ def describe_task(
     Raises:
         ValueError: the model, the loss, the optimizer or the policy cannot be used.
     """
+    device = likely_device(config.device)
     refuse_model(layered, DTYPES[config.precision])
+    refuse_moving_opaque(layered.model, device)
     policy.check(layered.num_layers)
     optimizer = optimizer or adamw()
-    traits = try_optimizer(optimizer, layered.model, likely_device(config.device))
+    traits = try_optimizer(optimizer, layered.model, device)
     if config.layer_decay is not None:
         optimizer = decay_by_layer(optimizer, layered, config.layer_decay)
     loss = choose_loss(loss_fn, layered.loss_fn, model=type(layered.model).__name__)
@@ -99,12 +104,16 @@ def _refuse_batch_statistics(model: LayeredModel) -> None:
 
 def _refuse_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
+        kind = type(parameter).__name__
+        if is_lazy(parameter):
             raise ValueError(
-                f"parameter {name!r} is a {type(parameter).__name__}, and would be a plain "
-                "Parameter where it moves; initialise lazy modules with one forward, load a "
-                "quantized model without quantization_config, and replace other special "
-                "parameters by plain ones"
+                f"parameter {name!r} is a {kind}: initialise lazy modules with one forward"
+            )
+        if is_opaque(parameter) and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is a {kind} and trains, but what trains must be a plain "
+                "Parameter: set its requires_grad to False, and train adapters above it, such as "
+                "peft's LoRA, or load the model without quantization_config"
             )
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(
@@ -114,12 +123,37 @@ def _refuse_parameters(model: nn.Module) -> None:
         refuse_hooks(name, parameter)
 
 
+def refuse_moving_opaque(model: nn.Module, device: torch.device) -> None:
+    """Refuse quantized weights, and others of classes of their own, where they would move.
+
+    Args:
+        device: of this process.
+    """
+    opaque = {name: one for name, one in named_tensors(model).items() if is_opaque(one)}
+    for name, one in opaque.items():
+        what = f"{name!r} is a {type(one).__name__}, which is never moved"
+        if world_size() > 1:
+            raise ValueError(
+                f"{what}, and layers move between these {world_size()} processes: train in one "
+                "process, by attach or FreezeCallback in a loop under DDP, or load the model "
+                "without quantization_config"
+            )
+        # A wrapper may say another device than that of what it wraps.
+        there = plain_tensors(one)[0].device
+        if there.type != device.type:
+            raise ValueError(
+                f"{what}, and it is on {there} while this run trains on {device}: load the model "
+                f"there, as by device_map={{'': '{device}'}} of from_pretrained, or give "
+                f"device={there.type!r}"
+            )
+
+
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Refuse tensors over one memory: where they move, each gets its own."""
     held = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in named_tensors(model).items()
-        if tensor.numel() and not tensor.is_meta
+        if tensor.numel() and not tensor.is_meta and not is_opaque(tensor)
     )
     # Sorted by address: if any two overlap, so do two neighbours.
     for (_, end, name), (start, _, other) in zip(held, held[1:], strict=False):
@@ -162,15 +196,18 @@ def _names_by_memory(model: nn.Module) -> dict[int, str]:
     return {
         tensor.untyped_storage().data_ptr(): name
         for name, tensor in named_tensors(model).items()
-        if tensor.numel() and not tensor.is_meta
+        # What never moves may be held anywhere.
+        if tensor.numel() and not tensor.is_meta and not is_opaque(tensor)
     }
 
 
 def _first_named(names: Mapping[int, str], value: Any) -> str | None:
     """Return the name of the first tensor that a value holds, or holds a view of."""
-    # A sparse tensor has no storage of its own.
+    # A sparse tensor has no storage of its own, and a wrapper none.
     addresses = (
-        one.untyped_storage().data_ptr() for one in held_tensors(value) if not one.is_sparse
+        one.untyped_storage().data_ptr()
+        for one in held_tensors(value)
+        if not one.is_sparse and not is_opaque(one)
     )
     return next((names[memory] for memory in addresses if memory in names), None)
 

@@ -29,7 +29,7 @@ from pipetransformer.checks.rank_checks import Kept, Place, Remembered, remember
 from pipetransformer.checks.twins import differ
 from pipetransformer.feed import Batch, find_changed, own_random_numbers, part_of, seed_plainly
 from pipetransformer.measure import held_on
-from pipetransformer.model import Task, modes_of, on_short_first, set_modes
+from pipetransformer.model import Task, modes_of, on_short_first, opaque_kept, set_modes
 from pipetransformer.processes import World, agree
 from pipetransformer.stage import written_text
 
@@ -304,10 +304,11 @@ class SublayerProbe:
         with (
             held_on(self.task, self.device, (index,)),
             left_as_found([model.sublayers[index].module], self.device),
+            opaque_kept(model.tensors(index).values()),
             torch.set_grad_enabled(training),
         ):
             set_modes(modes_of(model, (index,), training=training))
-            before = {name: _as_it_is(t) for name, t in model.tensors(index).items()}
+            before = {name: _as_it_is(t) for name, t in model.movable(index).items()}
             try:
                 yield before
             finally:
@@ -327,7 +328,7 @@ class SublayerProbe:
     def _put_back(self, index: int, before: Mapping[str, _Was]) -> None:
         # Parameters alone: `left_as_found` restores buffers.
         with torch.no_grad():
-            for name, tensor in self.task.model.tensors(index).items():
+            for name, tensor in self.task.model.movable(index).items():
                 had = before[name]
                 if isinstance(tensor, nn.Parameter) and isinstance(had, Tensor):
                     tensor.copy_(had)

@@ -42,8 +42,10 @@ from pipetransformer.model import (
     LayeredModel,
     Task,
     UnreadLogits,
+    is_opaque,
     named_tensors,
     on_short_first,
+    opaque_kept,
     whole_in_mode,
 )
 from pipetransformer.processes import World, told_by_rank_0
@@ -87,6 +89,11 @@ def verify(
     num_samples = min(len(entry) for entry in batch.values())
     if num_samples < 2:
         raise ValueError(f"a batch of {num_samples} samples cannot be split; give two or more")
+    if opaque := [n for n, one in named_tensors(model.model).items() if is_opaque(one)]:
+        raise ValueError(
+            f"{opaque[0]!r} is of a class of its own, as quantized weights are, and cannot be "
+            "compared in another dtype: verify the model without quantization_config"
+        )
 
     def twin(dtype: torch.dtype) -> Task:
         copied = make_twin(model, dtype)
@@ -184,6 +191,7 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
     weights = min(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)
     with (
         left_as_found([model], device),
+        opaque_kept(named_tensors(model).values()),
         whole_in_mode(model, training=True),
         without_dropout(layered),
     ):

@@ -37,7 +37,7 @@ from pipetransformer.elastic.shards import (
     split_shard_name,
 )
 from pipetransformer.feed import FrozenPrefix
-from pipetransformer.model import LayeredModel, LossScale, Task, set_frozen
+from pipetransformer.model import LayeredModel, LossScale, Task, set_frozen, state_of
 from pipetransformer.processes import World, free_bytes
 from pipetransformer.stage import AsynchronousStage, Stage
 
@@ -164,17 +164,20 @@ class Deployment:
         finally:
             self._held.weights_device = self._world.device
 
-    def copy_weights(self) -> dict[str, Tensor]:
+    def copy_weights(self, *, movable: bool = False) -> dict[str, Tensor]:
         """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
 
         Rank 0's model then holds what it held before, as the other layers train on elsewhere.
+
+        Args:
+            movable: whether to leave out opaque weights, and what their modules add to the state.
         """
         assert self._ownership is not None
         model, state = self._task.model, dict[str, Tensor]()
         held = {id(t) for i in self._ownership.held_by(0) for t in model.tensors(i).values()}
         with self.whole_on_rank_0():
             if self._world.is_main:
-                for name, tensor in model.model.state_dict(keep_vars=True).items():
+                for name, tensor in state_of(model.model, movable=movable).items():
                     state[name] = tensor.detach().to("cpu", copy=id(tensor) in held)
         return state
 
@@ -186,7 +189,7 @@ class Deployment:
         """
         main, group = self._world.is_main, self._world.group
         with torch.no_grad():
-            for name, held in self._task.model.model.state_dict(keep_vars=True).items():
+            for name, held in state_of(self._task.model.model, movable=True).items():
                 value = state[name] if main else torch.empty(held.shape, dtype=held.dtype)
                 broadcast_tensor(value, 0, group=group, what="the best weights")
                 # A frozen layer that is not written keeps its rows in the cache.

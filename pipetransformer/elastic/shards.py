@@ -172,7 +172,7 @@ class HeldShards(ShardStore):
             if index in self._trained:  # While it trains, the optimizer has the state.
                 return self._take(index)
             return dict(self.states.get(sublayer, {}))
-        return {name: tensor.detach() for name, tensor in self._model.tensors(index).items()}
+        return {name: tensor.detach() for name, tensor in self._model.movable(index).items()}
 
     def put(self, shard: str, tensors: Shard) -> None:
         sublayer, kind = split_shard_name(shard)
@@ -207,7 +207,7 @@ class HeldShards(ShardStore):
         }
         self.keep(set(self._index_of.values()) - set(others.values()))
         for name, index in others.items():
-            tensors = self._model.tensors(index)
+            tensors = self._model.movable(index)
             self.drop(
                 shard_name(name, WEIGHTS),
                 [tensor for tensor in tensors if not tensors[tensor].is_meta],
@@ -222,7 +222,7 @@ class HeldShards(ShardStore):
         for index in indices:
             elsewhere = {
                 name: tensor.to(self._device)
-                for name, tensor in self._model.tensors(index).items()
+                for name, tensor in self._model.movable(index).items()
                 if tensor.device != self._device
             }
             if elsewhere:

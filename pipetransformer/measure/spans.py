@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopipe.loss import head_of
 from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found
 from pipetransformer.feed import Batch
-from pipetransformer.model import LayeredModel, Task
+from pipetransformer.model import LayeredModel, Task, opaque_kept
 
 _Result = TypeVar("_Result")
 
@@ -159,7 +159,7 @@ def held_on(task: Task, device: torch.device, span: Sequence[int]) -> Iterator[N
     absent = [i for i in span if any(t.is_meta for t in model.tensors(i).values())]
     for index in absent:
         _fill(model, index, device)
-    tensors = {name: t for index in span for name, t in model.tensors(index).items()}
+    tensors = {name: t for index in span for name, t in model.movable(index).items()}
     # Tensors are swapped in place, so optimizers and hooks keep the objects that they know.
     before = [(t, t.data, t.requires_grad) for t in tensors.values()]
     try:
@@ -167,7 +167,8 @@ def held_on(task: Task, device: torch.device, span: Sequence[int]) -> Iterator[N
             tensor.data = tensor.data.to(device)
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(name in task.trainable)
-        yield
+        with opaque_kept(one for index in span for one in model.tensors(index).values()):
+            yield
     finally:
         for tensor, data, requires_grad in before:
             tensor.data = data

@@ -35,6 +35,7 @@ from pipetransformer.model.layered_model import (
     large_embeddings,
     named_tensors,
     refuse_hooks,
+    state_of,
 )
 from pipetransformer.model.model_loan import ModelLoan
 from pipetransformer.model.named_parts import named_parts
@@ -103,10 +104,11 @@ __all__ = [
     "held", "held_tensors", "is_opaque", "marks_of",
     "in_mode", "joined_outputs", "large_embeddings", "modes_of",
     "modules_of", "modules_with_adapters", "named_optimizer", "named_parts", "named_tensors",
-    "names_of", "on_short_first", "opaque_kept", "output_of", "owned_parameters", "parts_forward_of",
+    "names_of", "on_short_first", "opaque_kept", "output_of", "owned_parameters",
+    "parts_forward_of",
     "plain_tensors", "present",
     "present_parts", "put_state", "qualified_name",
     "refuse_hooks", "refuse_no_module", "refuse_wrapper", "replaced", "row_of", "register_adapter",
-    "set_frozen", "set_modes",
+    "set_frozen", "set_modes", "state_of",
     "take_state", "trained_parameters", "unwrapped", "whole_in_mode",
 ]  # fmt: skip

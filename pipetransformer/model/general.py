@@ -29,6 +29,7 @@ from pipetransformer.model.dependence import (
     read_for_shape,
     run_through,
 )
+from pipetransformer.model.held_values import is_opaque, opaque_kept
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.losses import own_loss
 from pipetransformer.model.own_forward import CutForward, Entries, output_of
@@ -309,7 +310,10 @@ def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | No
     """
     model, given, answer = shown.model, shown.inputs, shown.recording.answer
     make, why = partial(CutForward, model, inputs=tuple(given), keywords=shown.keywords), ""
-    with torch.no_grad(), whole_in_mode(model, training=False):
+    tensors = [*named_tensors(model).values()]
+    with torch.no_grad(), whole_in_mode(model, training=False), opaque_kept(tensors):
+        if any(map(is_opaque, tensors)):  # Their kernels may be others where a gradient is due.
+            answer = model(**given, **shown.labels, **shown.keywords)
         # A loop may read any output, known or not.
         read, is_known = _reading(answer, output_of if loop is None else None)
         expected = read(answer)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _REGISTERED = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """Attributes that torch keeps up to date itself; the last two are a recurrent module's."""
+_PLAIN = {Tensor, nn.Parameter}
 _MOST_VALUES, _MOST_MEMBERS = 10_000, 1_000
 """Limits of the walk: a larger object is data."""
 
@@ -57,8 +58,7 @@ def is_opaque(tensor: Tensor) -> bool:
 
     Its `data` may be swapped by its own forward, and is never swapped, moved or converted here.
     """
-    is_plain = type(tensor) is nn.Parameter or type(tensor) is Tensor
-    return not is_plain and not is_lazy(tensor)
+    return type(tensor) not in _PLAIN and not is_lazy(tensor)
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:

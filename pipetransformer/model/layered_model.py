@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autopipe.loss import LossFunction
+from pipetransformer.model.held_values import is_opaque, opaque_kept
 
 if TYPE_CHECKING:
     from pipetransformer.model.recording import Row
@@ -254,6 +255,10 @@ class LayeredModel:
         """Collect a sublayer's parameters and buffers, persistent or not, by their model names."""
         return {name: self.tensor(name) for name in self._names[index]}
 
+    def movable(self, index: int) -> dict[str, Tensor]:
+        """Collect those of `tensors` that may move and be saved: all but opaque ones."""
+        return {name: one for name, one in self.tensors(index).items() if not is_opaque(one)}
+
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or buffer by its model name, as it is now."""
         module, attribute = self.holder(name)
@@ -447,6 +452,21 @@ def _refuse_forward(
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and buffers, persistent or not, each under its first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def state_of(model: nn.Module, *, movable: bool) -> dict[str, Tensor]:
+    """Return a model's state: its own tensors, not copies.
+
+    Args:
+        movable: whether to leave out opaque tensors, and what their modules add to the state.
+    """
+    tensors = [*named_tensors(model).values()]
+    with opaque_kept(tensors):
+        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if not movable or not any(map(is_opaque, tensors)):
+        return state
+    own = {id(one) for one in tensors if not is_opaque(one)}
+    return {name: one for name, one in state.items() if id(one) in own}
 
 
 _LEAST_TABLE_BYTES = 1 << 20

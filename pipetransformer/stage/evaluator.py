@@ -19,7 +19,7 @@ from pipetransformer.feed import (
     samples_of,
     tell_of_loss,
 )
-from pipetransformer.model import Task
+from pipetransformer.model import Task, named_tensors, opaque_kept
 from pipetransformer.processes import World
 from pipetransformer.stage.predictions import (
     OUTPUT,
@@ -134,7 +134,8 @@ class Evaluator:
         # Weights averaged for an evaluation are put in and out without a trace in versions.
         self._prefix.compare_values_next()
         try:
-            stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
+            with opaque_kept(named_tensors(self._task.model.model).values()):
+                stage.evaluate(len(dataset), feed.rows(0, is_last=is_last), own)
         except BaseException:
             feed.end_workers()  # They have read ahead of a sample that ended the evaluation.
             raise

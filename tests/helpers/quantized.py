@@ -133,3 +133,10 @@ def weight_of(model: Any, block: int = 0) -> Any:
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Have no forward lay 4-bit weights out in another way, which has no gradient."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipetransformer.model import held_values
+
 CUDA = torch.device("cuda", 0)
 
 
@@ -425,6 +427,9 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", submit_there))
         for name, change in changes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, change))
+        # What it wraps moves and is read as a GPU's tensors are.
+        plain = {*held_values._PLAIN, OnGpu}
+        stack.enter_context(mock.patch.object(held_values, "_PLAIN", plain))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", stream_of))
         stack.enter_context(_Functions())
         stack.enter_context(_Operations())

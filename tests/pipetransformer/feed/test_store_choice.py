@@ -245,10 +245,8 @@ def make_data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, (x.mean((1, 2)) > 0).long())
 
 
-def run(patch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[float], type, list[int]]:
+def run(**settings: Any) -> tuple[list[float], type, list[int]]:
     """Train with one layer more frozen each epoch; return losses, the store's kind, and waits."""
-    # It takes the stand-in's parameters for special ones.
-    patch.setattr("pipetransformer.checks.model_checks._refuse_parameters", lambda _: None)
     model = make_model()
     with stand_in_gpu() as gpu:
         put_on_gpu(model)
@@ -269,12 +267,10 @@ def run(patch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[float], type, 
             return losses, type(store_of(trainer)), waits
 
 
-def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    on_device, device_kind, device_waits = run(monkeypatch, cache_device="cuda")
-    in_file, file_kind, file_waits = run(monkeypatch, cache_device="cpu")
-    computed, no_kind, _ = run(monkeypatch, cache=False)
+def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_same() -> None:
+    on_device, device_kind, device_waits = run(cache_device="cuda")
+    in_file, file_kind, file_waits = run(cache_device="cpu")
+    computed, no_kind, _ = run(cache=False)
     assert (device_kind, file_kind, no_kind) == (DeviceStore, WriteBehind, type(None))
     assert on_device == in_file == computed
     # Where an epoch begins and ends it is decided, and looked at the frozen layers.

@@ -16,10 +16,18 @@ from torch.utils.data import DataLoader
 
 from pipetransformer import FreezeCallback, attach
 from tests.helpers.marks import slow
-from tests.helpers.quantized import KINDS, adapted, blocks_of, learned, texts, weight_of
+from tests.helpers.quantized import (
+    KINDS,
+    adapted,
+    blocks_of,
+    keep_layout,
+    learned,
+    texts,
+    weight_of,
+)
 
 _FROZEN, _EPOCHS = 2, 3
-_QUICK = ["4 bits", "torchao", "any other", slow("8 bits")]
+_KINDS = ["4 bits", *map(slow, ["8 bits", "torchao", "any other"])]
 
 
 class Calls:
@@ -71,14 +79,7 @@ def plain_losses(model: Any, edit: Edit = nothing) -> list[float]:
     return losses
 
 
-def keep_layout(model: nn.Module) -> None:
-    """Have no forward lay 4-bit weights out in another way, which has no gradient."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("kind", _QUICK)
+@pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("names", ["blocks", "parts"])
 def test_losses_and_adapters_are_those_of_a_plain_loop(
     kind: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,14 +119,14 @@ def _scaled(model: Any) -> None:
     weight_of(model).quant_state.state2.absmax.mul_(2)
 
 
-EDITS: list[tuple[str, Edit]] = [
-    ("4 bits", _turned),
-    ("4 bits", _scaled),
-    ("8 bits", _turned),
-    ("8 bits", lambda model: blocks_of(model)[0].mlp.up_proj.state.SCB.mul_(2)),
+EDITS: list[Any] = [
+    slow("4 bits", _turned),
+    slow("4 bits", _scaled),
+    slow("8 bits", _turned),
+    slow("8 bits", lambda model: blocks_of(model)[0].mlp.up_proj.state.SCB.mul_(2)),
     ("torchao", _copied),
-    ("torchao", lambda model: weight_of(model).scale.mul_(2)),
-    ("any other", _copied),
+    slow("torchao", lambda model: weight_of(model).scale.mul_(2)),
+    slow("any other", _copied),
     ("any other", lambda model: weight_of(model).stored.mul_(2)),
 ]
 

@@ -8,7 +8,6 @@ import peft
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
-from torch import nn
 
 from pipetransformer.model import adapt
 from tests.helpers.inspection import layered_of
@@ -180,15 +179,3 @@ def test_merged_adapters_train_once_they_are_taken_out_again_or_for_good() -> No
     adapt(model, lambda names: batch_of(model))
     whole = merged().merge_and_unload()
     adapt(whole, lambda names: batch_of(whole))
-
-
-class Params4bit(nn.Parameter):
-    """Stand for a weight of a 4-bit base: not what moves between processes."""
-
-
-def test_a_quantized_base_is_refused() -> None:
-    model = with_adapter(llama, lora(**CAUSAL))
-    layer = model.get_base_model().model.layers[0].mlp.up_proj
-    layer.weight = Params4bit(layer.weight.detach(), requires_grad=False)
-    with pytest.raises(ValueError, match="is a Params4bit.*without quantization_config"):
-        make_trainer(model)

@@ -50,8 +50,6 @@ def on(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu | No
     if device == "cpu":
         yield None
         return
-    # It takes the stand-in's parameters for special ones.
-    monkeypatch.setattr("pipetransformer.checks.model_checks._refuse_parameters", lambda _: None)
     with stand_in_gpu() as gpu:
         yield gpu
 
