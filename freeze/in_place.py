@@ -320,17 +320,35 @@ def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
 
 @dataclass(frozen=True)
 class _StayInEval:
-    """Put a frozen module into eval mode before its forward; keeps the modes it froze in."""
+    """Put a frozen module into eval mode before its forward; keeps the modes it froze in.
+
+    Where peft has given it adapters, these stay frozen, too.
+    """
 
     mode: bool
     model_mode: bool
+    has_adapters: bool
 
     def __call__(self, module: nn.Module, _: object) -> None:
+        if self.has_adapters:
+            _freeze_again(module)
         if module.training:
             # All its parts, too: a forward may read their modes without calling them.
             for one in module.modules():
                 if _hook_of(one) is not None:
                     one.training = False
+
+
+def _freeze_again(module: nn.Module) -> None:
+    """Freeze what `apply` has frozen, and peft has thawed: it does whenever it switches adapters.
+
+    Here, as a checkpoint that runs the module once more must find the same.
+    """
+    for one in module.modules():
+        for name in vars(one).get(_NAMES, ()):
+            parameter = one._parameters.get(name)
+            if parameter is not None and parameter.requires_grad:
+                parameter.requires_grad_(False)
 
 
 def keeps_in_eval(hook: object) -> bool:
@@ -361,7 +379,11 @@ def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
         wanted = {one for one in wanted if not isinstance(one, compiler.OptimizedModule)}
     hooks = _kept_in_eval(model)
     leaving, entering = hooks.keys() - wanted, wanted - hooks.keys()
-    new = {module: _StayInEval(module.training, model.training) for module in entering}
+    new = {
+        # By peft's attribute of layers that it has given adapters.
+        one: _StayInEval(one.training, model.training, "_disable_adapters" in vars(one))
+        for one in entering
+    }
     for module in leaving:
         key, hook = hooks[module]
         del module._forward_pre_hooks[key]

@@ -6,7 +6,9 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -409,3 +411,23 @@ def test_freezing_imports_no_compiler() -> None:
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_frozen_adapters_stay_frozen_where_peft_switches_them_off_and_on() -> None:
+    """peft has all adapters train whenever it switches them on, as TRL's DPO does in each step."""
+    base = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+    lora = peft.LoraConfig(r=2, target_modules=r"blocks\.\d\.0", init_lora_weights=False)  # type: ignore[arg-type]
+    model: Any = peft.get_peft_model(nn.ModuleDict({"blocks": base}), lora)
+    blocks = list(model.base_model.model["blocks"])
+    apply(model, 2, layers=blocks)
+    for _ in range(2):
+        with model.disable_adapter():
+            pass
+        assert all(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
+        hidden = torch.ones(1, 4)
+        for block in blocks:
+            hidden = block(hidden)
+        trains = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert trains and all("blocks.2." in name for name in trains)
+    apply(model, 0, layers=blocks)
+    assert all(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
