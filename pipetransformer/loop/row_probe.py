@@ -137,8 +137,10 @@ class RowProbe:
             trained, answers = self._run_without_draws(entries, depth)
         self.watch.ignore_changes()
         # A packed row has no graph, and another chain hands on nothing but its hidden state.
+        tokens = entries.get(TOKENS)
+        begins = (len(hidden),) if tokens is None else (1, int(tokens.sum()))
         for one in [trained] if not self._is_packed else tensors_in(answers):
-            if learned := _learned(one, len(hidden)):
+            if learned := _learned(one, begins):
                 raise _Finding(f"{learned} takes part in what they return, and goes on learning")
         self._look_at_learned(read, entries, trained.detach(), depth)
         watched = [*blocks, *([] if entrance is None else [entrance])]
@@ -306,11 +308,15 @@ def tensors_in(answer: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _learned(hidden: Tensor, num_samples: int) -> str:
-    """Name a tensor that a hidden state would hand a gradient to."""
+def _learned(hidden: Tensor, begins: tuple[int, ...]) -> str:
+    """Name a tensor that a hidden state would hand a gradient to.
+
+    Args:
+        begins: first sizes of what the blocks are given.
+    """
     for leaf in graph_leaves([hidden]):
         # Trainers have an embedding's output need a gradient, as reentrant checkpointing asks.
-        if isinstance(leaf, nn.Parameter) or len(leaf) != num_samples:
+        if isinstance(leaf, nn.Parameter) or leaf.shape[: len(begins)] != begins:
             return f"a tensor of shape {tuple(leaf.shape)}"
     return ""
 
