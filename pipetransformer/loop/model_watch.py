@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopipe.profile import left_as_found
 from pipetransformer.feed import own_random_numbers
 from pipetransformer.loop.randomness import generators_kept
-from pipetransformer.model import is_opaque, named_tensors, opaque_kept
+from pipetransformer.model import asks_for_gradients, is_opaque, named_tensors, opaque_kept
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 _MOST_MEMBERS = 256
@@ -28,8 +28,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _AT_FIRST_FORWARD = "_output_capturing_hooks_installed"
 """The attribute by which transformers notes that it has hooked blocks, to return their states."""
 _HARMLESS = {
-    "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks",
-    "_frozen_in_place", _AT_FIRST_FORWARD,
+    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+    "_require_grads_hooks", "_frozen_in_place", _AT_FIRST_FORWARD,
+    # Of peft's models, which switch adapters; what each layer does is looked at by itself.
+    "active_adapter", "_adapters_disabled",
 }  # fmt: skip
 """Attributes that change no number. TRL's DPO makes some anew in each step."""
 _UNCOUNTED = ("forward", *_HARMLESS)
@@ -46,13 +48,14 @@ class ModelWatch:
     """Watch some modules: whether each is still where it was, and what it holds.
 
     Attributes:
+        modules: those that are watched, each once.
         ignored: places whose values a forward itself changes.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(dict.fromkeys(modules))
-        self._attributes = [vars(module) for module in self._modules]
-        own = set(self._modules)
+        self.modules = list(dict.fromkeys(modules))
+        self._attributes = [vars(module) for module in self.modules]
+        own = set(self.modules)
         slots = [
             (table, name)
             for table in (attributes["_modules"] for attributes in self._attributes)
@@ -234,7 +237,7 @@ class InnerHooks:
         )
         self._missed_at = next(missed, "")
         self._need_gradients = any(
-            map(_asks_for_gradients, (hook for own in self._tables for hook in own.values()))
+            map(asks_for_gradients, (hook for own in self._tables for hook in own.values()))
         )
 
 
@@ -242,12 +245,7 @@ def _is_missed_by_nobody(hook: Any) -> bool:
     # Those of libraries act on their module alone, as weight norm's.
     owner = hook if hasattr(hook, "__qualname__") else type(hook)
     is_of_library = str(owner.__module__).startswith(("torch.", "transformers."))
-    return _is_ours(hook) or is_of_library or _asks_for_gradients(hook)
-
-
-def _asks_for_gradients(hook: Any) -> bool:
-    # By peft's examples and transformers; both have names like that.
-    return str(getattr(hook, "__name__", "")).startswith("make_inputs_require_grad")
+    return _is_ours(hook) or is_of_library or asks_for_gradients(hook)
 
 
 def hold_others(hooks: Iterable[Mapping[int, Any]]) -> bool:
@@ -260,7 +258,9 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
-        return False
+        # peft makes a list of an adapter's name when it switches to another and back.
+        mine, others = ([each] if isinstance(each, str) else each for each in (one, other))
+        return type(mine) is type(others) is list and mine == others
     if isinstance(one, (list, tuple)) and len(one) == len(other) <= _MOST_MEMBERS:
         return all(map(_same, one, other))
     return isinstance(one, _PLAIN) and one == other

@@ -119,7 +119,7 @@ class ShortForward:
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
         self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
-        self._with_adapters = modules_with_adapters(self._task.model.model)
+        self._with_adapters = modules_with_adapters(self._task.model.model.modules())
         self._adapters = adapters_in_use(self._with_adapters)
         self._has_told = self._is_paused = False
         self.place: object = None
@@ -161,7 +161,9 @@ class ShortForward:
             if model.sublayers[index].layer < depth
             for holder, attribute in [model.holder(name)]
         }
-        self._with_adapters = modules_with_adapters(model.model)
+        # Those above the frozen blocks may be switched off: rows are the same.
+        watched = self.watch.modules if depth else model.model.modules()
+        self._with_adapters = modules_with_adapters(watched)
         self._adapters = adapters_in_use(self._with_adapters)
 
     def _replace(self, module: nn.Module, serve: Callable[..., Any]) -> None:

@@ -89,7 +89,7 @@ from pipetransformer.model.task import (
     set_modes,
     trained_parameters,
 )
-from pipetransformer.model.transformer import qualified_name
+from pipetransformer.model.transformer import asks_for_gradients, qualified_name
 from pipetransformer.model.word_head import UnreadLogits
 
 __all__ = [
@@ -98,7 +98,7 @@ __all__ = [
     "Packing", "PartCall", "PartTrial", "ROUTERS", "Reads", "Row",
     "Sublayer", "TARGETS", "Task", "UnlikeAnswerError", "UnreadLogits", "WAYS_OUT", "adamw",
     "adapt",
-    "adapter_names", "adapters_in_use", "attributes_of", "beside_parts",
+    "adapter_names", "adapters_in_use", "asks_for_gradients", "attributes_of", "beside_parts",
     "block_lists", "build_optimizer", "computing_in",
     "decay_by_layer", "entry_names", "forward_parameters", "has_hooks",
     "held", "held_tensors", "is_opaque", "marks_of",

@@ -46,6 +46,7 @@ from pipetransformer.model.recording import (
 from pipetransformer.model.routers import ROUTERS, gathering_nothing, gathers, router_rows
 from pipetransformer.model.short_texts import on_short_first
 from pipetransformer.model.transformer import (
+    has_input_gradients,
     qualified_name,
     refuse_lost_checkpointing,
     refuse_replaced,
@@ -193,7 +194,8 @@ def _presented(
     is_by_token = mask is not None and answer[:2] == shown.inputs["input_ids"].shape
     is_by_token &= len(answer) > 2
     mask = mask if len(shown.targets) == 1 and (is_known or not is_by_token) else None
-    refuse_lost_checkpointing(model, own.row.blocks)
+    if loop is None or not has_input_gradients(model):
+        refuse_lost_checkpointing(model, own.row.blocks)
     refuse_replaced(*(m for m in model.modules() if _holds_block(m, own.row)))
     sublayers = _sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}

@@ -33,16 +33,16 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if names else model
 
 
-def modules_with_adapters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that peft has given adapters."""
-    return [module for module in model.modules() if "_disable_adapters" in vars(module)]
+def modules_with_adapters(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return those of some modules that peft has given adapters."""
+    return [module for module in modules if "_disable_adapters" in vars(module)]
 
 
 def adapters_in_use(modules: Iterable[nn.Module]) -> list[tuple[bool, str]]:
     """Return of each module with adapters whether they are switched off, and which are chosen."""
-    return [
-        (own["_disable_adapters"], str(own.get("_active_adapter"))) for own in map(vars, modules)
-    ]
+    chosen = ((own["_disable_adapters"], own.get("_active_adapter")) for own in map(vars, modules))
+    # peft makes a list of a name when it switches to another and back.
+    return [(off, str([one] if isinstance(one, str) else one)) for off, one in chosen]
 
 
 def adapter_names(model: nn.Module) -> set[str]:

@@ -163,6 +163,18 @@ def refuse_lost_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> 
             )
 
 
+def asks_for_gradients(hook: object) -> bool:
+    """Return whether a hook has what an embedding returns need a gradient."""
+    # By peft's examples and transformers; both have names like that.
+    return str(getattr(hook, "__name__", "")).startswith("make_inputs_require_grad")
+
+
+def has_input_gradients(model: nn.Module) -> bool:
+    """Return whether a hook has what blocks are given need a gradient, frozen as it may be."""
+    hooks = (module._forward_hooks.values() for module in model.modules())
+    return any(map(asks_for_gradients, chain.from_iterable(hooks)))
+
+
 def refuse_own_loss(model: Any) -> None:
     """Raise a ValueError if a transformers model was given a loss, which would not be called."""
     if hasattr(model, "_loss_function"):
