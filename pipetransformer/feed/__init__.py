@@ -13,6 +13,7 @@ from pipetransformer.feed.collation import Batch, Collation, names_for
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.rounding import tell_of_loss, tell_of_outputs
+from pipetransformer.feed.row_format import refuse_counted_padding
 from pipetransformer.feed.row_keeper import RowBudget
 from pipetransformer.feed.sample_feed import (
     ComputedRows,
@@ -40,5 +41,6 @@ __all__ = [
     "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "Rows", "SampleError",
     "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline", "check_dataset",
     "find_changed", "first_samples", "names_for", "own_random_numbers", "part_of", "read_lengths",
-    "samples_of", "seed_plainly", "seed_torch", "spread", "tell_of_loss", "tell_of_outputs",
+    "refuse_counted_padding", "samples_of", "seed_plainly", "seed_torch", "spread", "tell_of_loss",
+    "tell_of_outputs",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.samples import Samples
 from pipetransformer.feed.target_source import TargetSource
+from pipetransformer.model import Task
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -71,20 +72,8 @@ class RowFormat:
         if mask_name not in batch or not self._task.model.is_recorded:
             return
         assert mask_name is not None
-        mask = batch[mask_name]
-        for name in self._task.model.targets:
-            target = batch.get(name)
-            if target is not None and target.shape == mask.shape:
-                padding = torch.arange(target.shape[1]) >= own_lengths(mask)[:, None]
-                # A mask of some tokens, such as TRL's completion_mask, leaves others out by 0.
-                is_mask = name.endswith("mask")
-                left_out = 0 if is_mask else self._task.loss_fn.ignore_index
-                if bool((padding & (target != left_out)).any()):
-                    raise ValueError(
-                        f"{name!r} has other values than {left_out} where "
-                        f"{mask_name!r} says padding, and the cache holds no padding: label it "
-                        f"with {left_out}, or keep no cache"
-                    )
+        targets = {name: batch[name] for name in self._task.model.targets if name in batch}
+        refuse_counted_padding(targets, mask_name, batch[mask_name], self._task)
 
     def agree_on_layout(self) -> RowLayout | None:
         """Return the layout of a row. Collective.
@@ -253,6 +242,25 @@ class RowFormat:
             checks_every=self._task.config.cache_check == "all",
             changed=self.targets.changed,
         )
+
+
+def refuse_counted_padding(
+    targets: Mapping[str, Tensor], mask_name: str, mask: Tensor, task: Task
+) -> None:
+    """Raise a ValueError where targets by token have something to learn at padding.
+
+    Args:
+        mask: (B, S), 0 behind a sample's end; targets of other shapes are not by token.
+    """
+    padding = torch.arange(mask.shape[1]) >= own_lengths(mask)[:, None]
+    for name, target in targets.items():
+        # A mask of some tokens, such as TRL's completion_mask, leaves others out by 0.
+        left_out = 0 if name.endswith("mask") else task.loss_fn.ignore_index
+        if target.shape == mask.shape and bool((padding & (target != left_out)).any()):
+            raise ValueError(
+                f"{name!r} has other values than {left_out} where {mask_name!r} says padding, and "
+                f"the cache holds no padding: label it with {left_out}, or keep no cache"
+            )
 
 
 def _padding_of(together: Tensor, shorter: Tensor, longer: Tensor) -> float | None:

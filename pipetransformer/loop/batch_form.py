@@ -218,6 +218,7 @@ class LoaderCollation(Collation):
         calls: of the model, by their columns; by an entry's name, the parameter that is given it.
         reserved: names of parameters that no other entry may have.
         pieces: of samples. Where there are several, items are theirs.
+        gives_inputs_alone: whether rows have no room for what else a batch has.
         alone: bundles of samples that were read last, by index and name.
     """
 
@@ -226,6 +227,7 @@ class LoaderCollation(Collation):
     calls: tuple[dict[str, str], ...] = ()
     reserved: frozenset[str] = frozenset()
     pieces: Pieces = Pieces()
+    gives_inputs_alone: bool = False
     alone: dict[int, Batch] = field(default_factory=dict, compare=False)
 
     @property
@@ -242,14 +244,16 @@ class LoaderCollation(Collation):
         if TOKENS in self.targets:
             return padded([self._alone(*one) for one in zip(items, ids, strict=True)])
         if self.pieces.num == 1:
-            return {n: t.cpu() for n, t in self.named(self._entries(items, ids)).items()}
+            entries = self._entries(items, ids)
+            return {self.known_as(n): entries[n].cpu() for n in self._given(entries)}
         assert self.form is not None
         # Each sample once, whatever pieces of it are asked for.
         samples = {index // self.pieces.num: item for index, item in zip(ids, items, strict=True)}
         entries = self._entries([*samples.values()], [*samples])
         places = {sample: place for place, sample in enumerate(samples)}
         where = {n: self.form.rows[n].places(len(samples)).tolist() for n in entries}
-        beside = {n: self.known_as(n) for n in entries if not any(n in one for one in self.calls)}
+        given = self._given(entries)
+        beside = {n: self.known_as(n) for n in given if not any(n in one for one in self.calls)}
         numbered, chosen = self.pieces.column_rows, dict[str, list[tuple[str, int]]]()
         for index in ids:
             sample, piece = divmod(index, len(numbered))
@@ -258,6 +262,10 @@ class LoaderCollation(Collation):
                 own = where[name][places[sample]]
                 chosen.setdefault(known, []).append((name, own[row % len(own)]))
         return {known: _rows_at(entries, each).cpu() for known, each in chosen.items()}
+
+    def _given(self, entries: Batch) -> list[str]:
+        calls = [{*entries}] if not self.gives_inputs_alone else self.calls
+        return [name for name in entries if any(name in one for one in calls)]
 
     def _entries(self, items: list[Any], ids: Sequence[int]) -> Batch:
         """Return the entries of a batch of these samples, by the loader's names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -209,7 +209,7 @@ class LoopModel:
         is_apart = bool(settings.parts) and not is_whole and not is_alone
         is_asked = bool(settings.reads) or settings.reads_all
         self.is_read_whole = is_asked or bool(self.bundle_names) or is_alone or is_apart
-        self.is_read_whole |= self.joined is not None
+        self.is_read_whole |= self.joined is not None or self.collation.gives_inputs_alone
         if is_apart:
             calls = (replace(call, parameters=taken),)
             form = replace(self.form, names=tuple(taken), is_whole=False)
@@ -358,6 +358,16 @@ def _bundled(form: BatchForm, call: LoopCall) -> frozenset[str]:
     return several | form.bundles & call.parameters.keys()
 
 
+def _has_other_texts(form: BatchForm, known: Collection[str]) -> bool:
+    """Return whether batches have tokens of several texts, and more of them than calls give.
+
+    Each text has a mask, such as "attention_mask" and "KL_attention_mask" of TRL's KTO.
+    """
+    masks = [name for name in form.names if name.endswith("attention_mask")]
+    leaves = form.leaf_names
+    return len(masks) > 1 and any(leaves[name].ndim > 1 for name in {*form.names} - {*known})
+
+
 def _collation(
     model: nn.Module,
     calls: tuple[LoopCall, ...],
@@ -368,6 +378,8 @@ def _collation(
     given, reserved = tuple(dict(c.parameters) for c in calls), frozenset(names_of(model).inputs)
     known = {name for parameters in given for name in parameters}
     targets = tuple(beside(n, reserved) for n in form.names if n not in known)
+    gives_inputs_alone = _has_other_texts(form, known)
+    targets = () if gives_inputs_alone else targets
     targets = (TOKENS,) if form.is_joined else targets
     inputs = tuple(given[0].values())
     return LoaderCollation(
@@ -383,4 +395,5 @@ def _collation(
         calls=given,
         reserved=reserved,
         pieces=pieces,
+        gives_inputs_alone=gives_inputs_alone,
     )

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autocache import HIDDEN, by_position
-from pipetransformer.feed import Batch, FrozenPrefix, SampleFeed, own_random_numbers
+from pipetransformer.feed import (
+    Batch,
+    FrozenPrefix,
+    SampleFeed,
+    own_random_numbers,
+    refuse_counted_padding,
+)
 from pipetransformer.loop.forward_call import LoopCall, RowBatch
 from pipetransformer.loop.joined_texts import refuse_unlike
 from pipetransformer.loop.loop_model import LoopModel
@@ -154,6 +160,8 @@ class RowBatches:
         ids, epoch = due.ids, due.epoch
         read = None if self._is_made_of_rows else self._read_as_loaded(indices, epoch)
         own = {} if read is None else known.form.entries_of(read)
+        if known.collation.gives_inputs_alone:
+            self._refuse_counted_padding(own)
         fetches, batches = list[dict[str, Tensor]](), list[RowBatch]()
         entries: dict[str, Tensor] = {}
         for column, call in enumerate(known.calls):
@@ -182,6 +190,17 @@ class RowBatches:
         if to_come:
             to_come.popleft()
         return known.form.with_entries(entries, read)
+
+    def _refuse_counted_padding(self, own: Batch) -> None:
+        """Raise a ValueError where entries beside a text have something to learn at padding."""
+        given = {name for call in self._known.calls for name in call.parameters}
+        end = self._task.model.padding_mask or ""
+        starts = [name.removesuffix(end) for name in own if end and name.endswith(end)]
+        for start in (one for one in starts if one + end in given):
+            others = tuple(one for one in starts if len(one) > len(start))
+            beside = (name for name in own.keys() - given if name.startswith(start))
+            targets = {name: own[name] for name in beside if not name.startswith(others)}
+            refuse_counted_padding(targets, start + end, own[start + end], self._task)
 
     def _as_wide(self, fetched: Batch, given: Batch) -> Batch:
         """Return rows, if there are some, with as many positions as the loader's own batch has."""

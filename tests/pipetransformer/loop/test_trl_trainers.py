@@ -318,12 +318,39 @@ def test_rewards_are_learnt_as_without_rows(
 PLAIN = {"loss_type": "apo_zero_unpaired", **FULL}
 
 
+def kto(settings: Any, lora: Any, **more: Any) -> Case:
+    return Case("KTO", judged, settings, lora, **more)
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        slow(Case("KTO", judged, PLAIN, UPPER, runs=SERVED)),
-        slow(Case("KTO", judged, PLAIN, {}, runs=HALF)),
+        slow(kto(PLAIN, UPPER, runs=SERVED)),
+        slow(kto(PLAIN, {}, runs=HALF)),
+        # A step has a forward of other completions for the divergence, too, by either model.
+        slow(kto({}, UPPER, runs=(0, 24))),
+        slow(kto(FULL, {}, runs=(12, 24))),
+        slow(kto(FULL, UPPER, is_wrapped=True, runs=(0, 24))),
+        slow(kto({**FULL, "precompute_ref_log_probs": True}, UPPER, runs=SERVED)),
+        slow(kto(FULL, None, has_reference=True, runs=SERVED)),
     ],
 )
 def test_judged_answers_are_learnt_as_without_rows(case: Case, runs: Runs, tmp_path: Path) -> None:
     assert_same(case, runs, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_mask_that_counts_padding_is_refused_beside_other_texts(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collator = trl.trainer.kto_trainer.DataCollatorForUnpairedPreference
+    own = collator.torch_call
+
+    def counting(self: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = own(self, examples)
+        return {**batch, "completion_mask": torch.ones_like(batch["completion_mask"])}
+
+    monkeypatch.setattr(collator, "torch_call", counting)
+    message = "'completion_mask' has other values than 0 where 'attention_mask' says padding"
+    with pytest.raises(ValueError, match=message):
+        train(kto(FULL, UPPER), FreezeCallback(2, cache_folder=tmp_path), runs, tmp_path)
