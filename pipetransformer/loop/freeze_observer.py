@@ -20,6 +20,7 @@ from torch import nn
 from freeze import (
     FreezeChoice,
     FreezeContext,
+    FreezeSchedule,
     LayerStats,
     apply,
     checked_decision,
@@ -29,6 +30,7 @@ from freeze import (
 )
 from freeze.in_place import freezing_with, frozen_in_place, thawed_by
 from freeze.signals import WeightChanges, relative_update
+from pipetransformer.loop.adapter_advice import adapter_advice
 from pipetransformer.loop.freeze_advice import FreezeAdvice, Look
 from pipetransformer.loop.row_service import RowService
 from pipetransformer.loop.step_times import StepCosts, StepTimes
@@ -113,12 +115,25 @@ class FreezeObserver:
         self.expect(max_steps=max_steps, steps_per_epoch=steps_per_epoch)
         # What an earlier run froze stays so until the policy is asked: else it would thaw in vain.
         self._waits = not (self.dry_run or self._looks)
+        if not self._looks:
+            self._propose_upper_adapters()
         if not self.dry_run and self._looks:
             self._freeze(len(self._since))
         if self._costs is None and (self.dry_run or not self._since):
             self._times = StepTimes(model, self._blocks)
         self._coming_rate: float | None = None
         self._begin_interval()
+
+    def _propose_upper_adapters(self) -> None:
+        num_frozen, policy = 0, self._policy
+        if isinstance(policy, FreezeSchedule):
+            epochs = range(-(-self._max_steps // self._per_epoch))
+            num_frozen = max(map(policy.at, epochs), default=0)
+        num_frozen = num_frozen or len(self._blocks) // 2
+        caches = self.keeps_outputs
+        text = adapter_advice(self._model, self._blocks, num_frozen, caches=caches)
+        if text and _is_first_rank():
+            _LOGGER.warning("%s", text)
 
     def expect(self, *, max_steps: int, steps_per_epoch: int) -> None:
         """Note how long the training and an epoch are, where that is known better by now."""
