@@ -37,8 +37,9 @@ class ServingObserver(FreezeObserver):
         parts: in its place, or beside it; see `attach`.
         every_steps: optimizer steps between two questions to the policy; None asks it before each
             epoch. It is asked before the first step, too.
-        cache: whether rows are kept; without, blocks only freeze. None keeps rows of parts where
-            they save a tenth of a step.
+        cache: whether rows are kept; without, blocks only freeze. None keeps rows where the model
+            and its samples allow, else a warning says why not; those of parts where they save a
+            tenth of a step. With True what does not allow rows is refused.
         dry_run: whether nothing freezes, and the training's numbers stay as without the callback.
             At its end a warning says what would have frozen when, and what that would save.
         layers: the model's blocks, bottom first; None finds them.
@@ -110,8 +111,14 @@ class ServingObserver(FreezeObserver):
             # Losses of trainers leave out what labels do: padding.
             self._rows = RowService(model, loader, settings, keeps_to_labels=True)
         except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{error}. Or freeze without rows: cache=False") from error
+            if self._settings[CACHE] or self._parts:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"{error}. Or freeze without rows: cache=False") from error
+            # A script that trained before must not fail for the want of rows.
+            _LOGGER.warning("no cache, blocks freeze without rows: %s", error)
+            self.keeps_outputs = False
+            return
+        self.keeps_outputs = True
         self._at_the_end = weakref.finalize(self, self._rows.close)
         # Metrics may look at all entries, and at all that the model returns.
         self._evaluations = EvaluationRows(model, {**settings, READS_ALL: True})

@@ -288,9 +288,11 @@ class Headed(nn.Module):
 def test_a_model_without_blocks_is_refused_by_name(tmp_path: Path) -> None:
     data = [{"x": torch.randn(4), "labels": torch.tensor(i % 2)} for i in range(8)]
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
-    trainer = Trainer(Headed(), arguments, train_dataset=data, callbacks=[FreezeCallback(1)])
-    with pytest.raises(ValueError, match="Headed has no row of blocks.* no list .* cache=False"):
-        trainer.train()
+    for asked, why in ((None, "Headed has no list"), (True, "Headed has no row of blocks")):
+        callback = FreezeCallback(1, cache=asked)
+        trainer = Trainer(Headed(), arguments, train_dataset=data, callbacks=[callback])
+        with pytest.raises(ValueError, match=why):
+            trainer.train()
 
 
 def test_a_tied_embedding_that_trains_is_said_to_be_why_nothing_is_cached(

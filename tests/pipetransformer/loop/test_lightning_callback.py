@@ -169,10 +169,11 @@ def test_a_part_that_is_not_named_is_refused(tmp_path: Path) -> None:
         fit(Module(TEXTS, head=True), callback(tmp_path), tmp_path)
 
 
-def test_several_loaders_are_refused(tmp_path: Path) -> None:
+def test_several_loaders_are_refused_rows(tmp_path: Path) -> None:
     loader: Any = lightning.pytorch.utilities.CombinedLoader([texts(TEXTS), texts(TEXTS)])
-    with pytest.raises(TypeError, match="a list is no torch DataLoader"):
-        fit(Module(TEXTS), callback(tmp_path), tmp_path, loader=loader)
+    asking = callback(tmp_path, cache=True)
+    with pytest.raises(TypeError, match="a list is no torch DataLoader.* rows: cache=False"):
+        fit(Module(TEXTS), asking, tmp_path, loader=loader)
 
 
 def test_an_exception_gives_the_model_its_own_forward_back(tmp_path: Path) -> None:

@@ -354,3 +354,24 @@ def test_a_mask_that_counts_padding_is_refused_beside_other_texts(
     message = "'completion_mask' has other values than 0 where 'attention_mask' says padding"
     with pytest.raises(ValueError, match=message):
         train(kto(FULL, UPPER), FreezeCallback(2, cache_folder=tmp_path), runs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [peft.PromptTuningConfig, slow(peft.PrefixTuningConfig)],
+    ids=["prompt", "prefix"],
+)
+def test_a_script_that_can_have_no_rows_trains_without_and_is_told_why(
+    config: Any,
+    runs: Runs,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    monkeypatch.setattr(f"{__name__}.adapter_of", lambda case: given)
+    case = sft({**FULL, "gradient_checkpointing": False}, {}, runs=(6, 6))
+    assert_same(case, runs, tmp_path)
+    assert "blocks freeze without rows: the model puts prompts that it learns" in caplog.text
+    with pytest.raises(ValueError, match="puts prompts that it learns .* rows: cache=False"):
+        train(case, FreezeCallback(NUM_FROZEN, cache=True), runs, tmp_path)
