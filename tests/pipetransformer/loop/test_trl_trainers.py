@@ -282,7 +282,7 @@ SERVED, HALF = (0, 12), (6, 12)
 @pytest.mark.parametrize(
     "case",
     [
-        dpo(UPPER, runs=SERVED),
+        slow(dpo(UPPER, runs=SERVED)),
         slow(dpo(UPPER, {"bf16": True}, runs=SERVED)),
         slow(dpo(UPPER, {"gradient_checkpointing": False}, runs=SERVED)),
         slow(dpo(UPPER, is_wrapped=True, runs=SERVED)),
