@@ -348,6 +348,30 @@ def test_sharded_layers_freeze_as_plain_ones(two_ranks: Pool, kind: str) -> None
     assert two_ranks.run(freeze_sharded, kind) == [[], []]
 
 
+def freeze_behind_evaluation() -> list[bool]:
+    """Freeze a model whose root is gathered still; return whether frozen weights stayed."""
+    torch.manual_seed(7)
+    model: Any = plain_stack()
+    for block in model[1]:
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    apply(model, 1, layers=list(model[1]))
+    model.reshard()
+    before = [p.full_tensor() for p in (model[0].weight, model[2].weight)]
+    for _ in range(2):
+        step(model, optimizer)
+    pairs = zip(before, (model[0].weight, model[2].weight), strict=True)
+    return [torch.equal(one, p.full_tensor()) for one, p in pairs]
+
+
+def test_a_root_that_an_evaluation_has_left_gathered_freezes(two_ranks: Pool) -> None:
+    """Its gathered parameters froze, and went with the next step: the embedding trained on."""
+    assert two_ranks.run(freeze_behind_evaluation) == [[True, False]] * 2
+
+
 def test_flattened_layers_are_refused(two_ranks: Pool) -> None:
     """The head froze with the block: one parameter held both."""
     for (refusal,) in two_ranks.run(freeze_sharded, "flattened"):
