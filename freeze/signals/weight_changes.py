@@ -24,6 +24,12 @@ def relative_update(moved: float | None, size: float | None, *, num_steps: int) 
     return update if math.isfinite(update) else None
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a sum over all ranks, where `fully_shard` has parted what was summed. Collective."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
 class KeptTensors:
     """Keep a tensor beside each parameter that trains; a tied one counts for its first owner."""
 
@@ -50,7 +56,7 @@ class KeptTensors:
     def _add_up(self, rows: Mapping[str, list[list[Tensor]]]) -> dict[str, list[float]]:
         """Add up each of an owner's lists of 0-dim tensors; waits for the device, once."""
         sums = [
-            torch.stack([one.double() for one in numbers]).sum()
+            _whole(torch.stack([one.double() for one in numbers]).sum())
             for own in rows.values()
             for numbers in own
         ]

@@ -33,6 +33,8 @@ class FrozenPrefix:
 
     Args:
         run: runs layers first .. last - 1 in another way; None runs the task's sublayers.
+        watch: says whether tensors were edited, where the model holds parts of them; whoever
+            watches calls `stamp_anew`, with the whole ones in the model.
 
     Attributes:
         depth: number of frozen layers.
@@ -42,8 +44,13 @@ class FrozenPrefix:
         generation: grows whenever any of these changes.
     """
 
-    def __init__(self, task: Task, run: Callable[[Batch, int, int], Tensor] | None = None) -> None:
-        self.task, self._run = task, run
+    def __init__(
+        self,
+        task: Task,
+        run: Callable[[Batch, int, int], Tensor] | None = None,
+        watch: Callable[[], bool] | None = None,
+    ) -> None:
+        self.task, self._run, self._watch = task, run, watch
         self._edition = 0
         self.depth, self.generation = 0, 0
         self.uses_cache = self.on_stage_0 = False
@@ -95,13 +102,17 @@ class FrozenPrefix:
         """
         compares_values |= self._compares_values
         self._compares_values = False
-        if self._are_edited(compares_values=compares_values):
+        if self._watch is None and self._are_edited(compares_values=compares_values):
             _LOGGER.warning(
                 "weights of frozen layers were changed between two steps: their activations are "
                 "computed anew"
             )
-            self.stamps.clear()
-            self._stamp_layers()
+            self.stamp_anew()
+
+    def stamp_anew(self) -> None:
+        """Let no row hit that was made of other tensors."""
+        self.stamps.clear()
+        self._stamp_layers()
 
     @property
     def stamp(self) -> int:
@@ -111,9 +122,12 @@ class FrozenPrefix:
     def begin_edition(self) -> None:
         """Let no row hit that was made until now: something else than tensors has changed."""
         self._edition += 1
-        if self.stamps:
-            self.stamps.clear()
-            self._stamp_layers()
+        if self.stamps and self._watch is not None:
+            # In place, as the cache has this list. Its tensors are not whole here.
+            how = f"edition {self._edition}"
+            self.stamps[:] = [chain_hash(stamp, [], mode=how) for stamp in self.stamps]
+        elif self.stamps:
+            self.stamp_anew()
 
     def is_whole(self) -> bool:
         """Return whether its tensors are where they were, if other ones."""
@@ -138,6 +152,8 @@ class FrozenPrefix:
                 self._stamped_versions = self._versions()
 
     def _are_edited(self, *, compares_values: bool) -> bool:
+        if self._watch is not None:
+            return self._watch()
         if self._versions() != self._stamped_versions:
             return True
         return compares_values and self._values() != self._stamped_values

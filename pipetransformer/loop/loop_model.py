@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -27,6 +28,7 @@ from pipetransformer.loop.partial_forward import PartialForward
 from pipetransformer.loop.pieces import Pieces, in_pieces
 from pipetransformer.loop.replaced_forward import in_own_forward
 from pipetransformer.loop.settings import LoopSettings
+from pipetransformer.loop.sharded_weights import Place, ShardedWeights
 from pipetransformer.model import (
     DTYPES,
     ForwardFailedError,
@@ -74,6 +76,7 @@ class LoopModel:
         is_read_whole: whether each batch is read as the loader makes it, beside its rows.
         is_read_here: whether the loop's own process reads samples, and not a worker.
         blocks: the model's row of blocks, bottom first.
+        weights: where `fully_shard` has parted the model.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class LoopModel:
         settings: LoopSettings,
     ) -> None:
         self._model, self.calls, call = model, calls, calls[0]
+        self.weights: ShardedWeights | None = None
         self.is_read_here = not loader.num_workers
         self.joined = _joined(model, whole_form, call, settings)
         whole_form = whole_form.bundling(_bundled(whole_form, call) if settings.parts else ())
@@ -259,7 +263,19 @@ class LoopModel:
         names = {*model.inputs, model.padding_mask}
         entries = {name: entry for name, entry in batch.items() if name in names}
         hidden = batch[HIDDEN] if first else None
-        return self.partial(entries, first=first, last=last, hidden=hidden)[0]
+        apart = nullcontext() if self.weights is None else self.weights.apart(self.places(last))
+        with apart:
+            return self.partial(entries, first=first, last=last, hidden=hidden)[0]
+
+    def places(self, depth: int) -> list[Place]:
+        """Return where the model holds what so many blocks, and all below them, compute with."""
+        model = self.task.model
+        names = [n for n, i in model.owners.items() if model.sublayers[i].layer < depth]
+        held = [(vars(holder), own) for holder, own in map(model.holder, names)]
+        return [
+            (has["_parameters" if own in has["_parameters"] else "_buffers"], own)
+            for has, own in held
+        ]
 
 
 def look_at(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from autocache import HIDDEN, by_position
@@ -29,6 +29,7 @@ from pipetransformer.loop.model_watch import ModelWatch
 from pipetransformer.loop.randomness import warn_of_draws
 from pipetransformer.loop.rounding import compare_rounded
 from pipetransformer.loop.settings import LoopSettings
+from pipetransformer.loop.sharded_weights import NotHereError, Place, all_agree
 from pipetransformer.loop.short_forward import ShortForward
 from pipetransformer.processes import World
 
@@ -94,7 +95,10 @@ class RowBatches:
         self._known, self._task, self._world, self._place = known, known.task, world, place
         self._device = next(self._task.model.model.parameters()).device
         self._is_made_of_rows = known.form.is_whole and not known.is_read_whole
-        prefix = FrozenPrefix(self._task, known.run_blocks)
+        self._weights = weights = known.weights
+        watch = self._are_edited if weights is not None else None
+        prefix = FrozenPrefix(self._task, known.run_blocks, watch)
+        self._places, self._versions, self._values = list[Place](), list[tuple[int, int]](), 0
         self.feed = SampleFeed(
             prefix,
             world,
@@ -118,14 +122,54 @@ class RowBatches:
             read=self._read_inputs,
         )
         self.forward.place = place
+        self.forward.agree = None if weights is None else self._agree
 
     def announce(self, drawn: Sequence[list[int]]) -> None:
-        """Take note of all batches of an epoch."""
+        """Take note of all batches of an epoch. Collective where weights are parted."""
         self._notice_edits()
+        self._notice_edited_parts()
         self._place.to_come.clear()  # The loop may have left the last epoch early.
         self._place.to_come.extend(
             _Coming(self._place.epoch, own, self._ids(own)) for own in drawn
         )
+
+    def note_parts(self) -> None:
+        """Take parted weights of frozen blocks for what they are now."""
+        if self._weights is not None:
+            self._places = self._known.places(self.feed.prefix.depth)
+            self._versions = self._weights.versions(self._places)
+            self._values = self._weights.values(self._places)
+
+    def _are_edited(self) -> bool:
+        assert self._weights is not None
+        return self._weights.versions(self._places) != self._versions
+
+    def _notice_edited_parts(self) -> None:
+        """Use no row that was made before parted weights were edited, on whatever rank."""
+        weights, prefix = self._weights, self.feed.prefix
+        if weights is None or not prefix.stamps:
+            return
+        weights.let_go(self)
+        is_same = not self._are_edited() and weights.values(self._places) == self._values
+        if all_agree(is_same, self._world.group):
+            return
+        _LOGGER.warning(
+            "weights of frozen layers were changed between two steps: their activations are "
+            "computed anew"
+        )
+        with weights.whole():
+            prefix.stamp_anew()
+        self.note_parts()
+
+    def _agree(self, has_rows: bool, idle: Sequence[nn.Module]) -> bool:
+        """Return whether all ranks' forwards have rows; units of idle modules rest, then."""
+        weights = self._weights
+        if weights is None or weights.is_apart:
+            return has_rows
+        if self.forward.depth:
+            has_rows = all_agree(has_rows, self._world.group)
+        weights.serve(idle if has_rows else ())
+        return has_rows
 
     def _notice_edits(self) -> None:
         """Use no row, and no batch, of samples that were edited in memory since."""
@@ -236,8 +280,30 @@ class RowBatches:
             if batch is None:
                 self.notice_changes()
                 with own_random_numbers(self._device):
-                    batch = self.feed.fetch(own, epoch=epoch, keeps=True)
+                    batch = self._fetch_anew(own, epoch)
+            elif self._weights is not None:
+                self._have_weights(True)
         return batch
+
+    def _fetch_anew(self, ids: Tensor, epoch: int) -> dict[str, Tensor]:
+        if self._weights is None:
+            return self.feed.fetch(ids, epoch=epoch, keeps=True)
+        try:
+            batch = self.feed.fetch(ids, epoch=epoch, keeps=True)
+        except NotHereError:
+            self._have_weights(False)
+            return self.feed.fetch(ids, epoch=epoch, keeps=True)
+        self._have_weights(True)
+        return batch
+
+    def _have_weights(self, has_rows: bool) -> None:
+        """Have whole frozen weights for the rest of the epoch where a rank lacks rows."""
+        weights = self._weights
+        assert weights is not None
+        if weights.is_apart or weights.holds(self):
+            return
+        if not all_agree(has_rows, self._world.group):
+            weights.hold(self, self._places)
 
     def notice_changes(self) -> None:
         """Use no row that was made before the user has changed the model by hand."""
@@ -354,3 +420,5 @@ class RowBatches:
         """Give the model its own forward back, and free the rows."""
         self.forward.close()
         self.feed.close()
+        if self._weights is not None:
+            self._weights.let_go(self)

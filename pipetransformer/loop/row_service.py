@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -42,6 +42,7 @@ from pipetransformer.loop.row_account import RowAccount, row_account
 from pipetransformer.loop.row_batches import LoopPlace, RowBatches
 from pipetransformer.loop.row_probe import RowProbe
 from pipetransformer.loop.settings import LoopSettings
+from pipetransformer.loop.sharded_weights import ShardedWeights
 from pipetransformer.loop.short_forward import ShortForward
 from pipetransformer.model import NoRowError, Task, names_of
 from pipetransformer.processes import World, connect
@@ -92,8 +93,11 @@ class RowService:
         self._has_told = False
         self._begun = WeakSet[DataLoader[Any]]()  # Loaders that have begun an epoch.
         self._account: RowAccount | None = None
-        _refuse_sharded(model)
+        _refuse_sharded(model, known)
         _refuse_prompts(model)
+        self._weights: ShardedWeights | None = (
+            ShardedWeights.of(model) if beside is None else beside._weights
+        )
         self._base = base = base_of(loader)
         check_dataset(base.dataset, "the loader's dataset")
         self._place = LoopPlace(len(base.dataset))  # type: ignore[arg-type]
@@ -101,7 +105,8 @@ class RowService:
         with generators_kept(base.collate_fn, base.dataset):
             with own_random_numbers(self.device):
                 self._whole_form = BatchForm.of(base, has_bundles=bool(self._settings.parts))
-            self._begin((call or _expected_call(model, self._whole_form),))
+            with self._whole():
+                self._begin((call or _expected_call(model, self._whole_form),))
         # Until it is said what that changes.
         self._place.tells_rounding = self.task.config.cache_dtype is not None
 
@@ -113,6 +118,8 @@ class RowService:
         try:
             self._take_up(calls)
         except NoRowError as error:
+            if self._weights is not None:
+                raise  # Rows of parts are not made of parted weights.
             # Blocks hand several tensors on: the last frozen one is a part.
             self._parts = FrozenParts(self._model, {}, tied_weights=tied)
             try:
@@ -125,6 +132,7 @@ class RowService:
         """Look at the model as it is called, and make all that serves it."""
         self._bring_back()
         known = look_at(self._model, self._base, self._whole_form, calls, self._settings)
+        known.weights = self._weights
         self._known, self._blocks = known, FrozenBlocks(known)
         self.world: World = connect(self.device.type, timeout_s=self.task.config.setup_timeout_s)
         self._batches = RowBatches(
@@ -205,7 +213,8 @@ class RowService:
             try:
                 self._take_up_anew(calls)
             except Exception:
-                self._take_up(expected)  # A loop may mend a call that fails, and go on.
+                with self._whole():
+                    self._take_up(expected)  # A loop may mend a call that fails, and go on.
                 self.set_depth(max(0, num_frozen))
                 raise
             self.forward.is_confirmed = True
@@ -217,7 +226,12 @@ class RowService:
         self._note_stats()
         self._batches.close()
         self.world.close()
-        self._take_up(calls)
+        with self._whole():
+            self._take_up(calls)
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Have parted weights be whole here within a block. Collective."""
+        return nullcontext() if self._weights is None else self._weights.whole()
 
     def refuse_another(self, loader: Any) -> None:
         """Raise a ValueError for a loader of other samples than those that were looked at."""
@@ -304,7 +318,9 @@ class RowService:
                 "frozen blocks make of it changes with every step. tied_weights='freeze' freezes "
                 "it with the first block, 'untie' gives the head a copy"
             )
-        self._have_rows(depth)
+        with self._whole():
+            self._have_rows(depth)
+        self._batches.note_parts()
 
     def _set_parts(self, parts: FrozenParts, num_frozen: int) -> None:
         """Have rows of the parts, and of what the last frozen block returns, whatever it is."""
@@ -523,6 +539,8 @@ class RowService:
         self._note_stats()
         self._batches.close()
         self.world.close()
+        if self._weights is not None and self._freezes:
+            self._weights.close()
         if self._released is not None and self._freezes:
             self._released.close()
         self._released = None
@@ -549,12 +567,25 @@ def _expected_call(model: nn.Module, form: BatchForm) -> LoopCall:
     return call
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def _refuse_sharded(model: nn.Module, settings: LoopSettings) -> None:
     # By its name: importing that class takes half as long as importing torch.
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+    if "FullyShardedDataParallel" in kinds:
         raise ValueError(
-            "FSDP gathers a block's weights on all ranks at once, but ranks compute rows for "
-            "unequal numbers of samples, and would wait for each other: use "
-            "DistributedDataParallel, or freeze without rows by freeze.apply"
+            "FullyShardedDataParallel (FSDP1) gathers a block's weights on all ranks at once, but "
+            "ranks compute rows for unequal numbers of samples, and would wait for each other: "
+            "use torch.distributed.fsdp.fully_shard (FSDP2) or DistributedDataParallel, or freeze "
+            "without rows by freeze.apply"
+        )
+    if "FSDPModule" not in kinds:
+        return
+    refused = {
+        "parts=": settings.parts,
+        "cache_keep=": settings.cache.get("cache_keep"),
+        "cache_dtype=": settings.cache.get("cache_dtype"),
+    }
+    if odd := [name for name, value in refused.items() if value]:
+        raise ValueError(
+            f"with fully_shard (FSDP2) {odd[0]} is not served: freeze= blocks, leave {odd[0]} "
+            "out, or use DistributedDataParallel"
         )

@@ -76,6 +76,8 @@ class ShortForward:
         is_awaited: whether a loop is within an epoch whose batches have rows.
         leaves_out: whether the entrance is left out, too.
         place: of the loop whose batches it serves; those of another `attach` have other rows.
+        agree: where ranks must all have rows for a forward, or none: says whether all have, and
+            is told which modules do not run, then.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class ShortForward:
         self._adapters = adapters_in_use(self._with_adapters)
         self._has_told = self._is_paused = False
         self.place: object = None
+        self.agree: Callable[[bool, Sequence[nn.Module]], bool] | None = None
         # From the first batch on, as it may be run when all is thawed.
         begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
         whole = self._task.model.model
@@ -224,6 +227,7 @@ class ShortForward:
             args, kwargs
         )
         if not holds_entries(args, kwargs):
+            self._have_all_agree()
             self._tell_once(model)
             return None
         is_usual = adapters_in_use(self._with_adapters) == self._adapters
@@ -246,6 +250,7 @@ class ShortForward:
         if found is not None and self.depth and self._is_as_it_was():
             self._refuse_thawed()
             self._rows = self._rows_of(*found)
+        self._have_all_agree()
         if self._rows is not None:
             self.num_served += 1
             self._version = self._rows._version
@@ -253,6 +258,16 @@ class ShortForward:
         elif more is None or any(more.parameters == one.parameters for one in self._call.calls):
             self._tell_once(model)
         return with_plain(args, kwargs, self._plain)
+
+    def _have_all_agree(self) -> None:
+        """Use no rows in this forward where another rank has none for its own."""
+        if self.agree is None:
+            return
+        entrance = self._row.entrance
+        runs = () if self.leaves_out or entrance is None else (entrance,)
+        idle = [one for one in self._replaced if one not in runs]
+        if not self.agree(self._rows is not None, idle):
+            self._rows = None
 
     def expect(self, call: LoopCall) -> None:
         """Expect another call from now on, for which rows are the same."""

@@ -118,7 +118,7 @@ def require_class(name: str, *modules: nn.Module) -> None:
 def refuse_replaced(*modules: nn.Module) -> None:
     """Raise a TypeError for a module whose object overrides a method, such as `forward`."""
     for module in modules:
-        own = (name for name, value in vars(module).items() if callable(value))
+        own = (n for n, value in vars(module).items() if callable(value) and not _gathers(value))
         if name := next(
             (name for name in own if callable(getattr(type(module), name, None))), None
         ):
@@ -127,6 +127,12 @@ def refuse_replaced(*modules: nn.Module) -> None:
                 "by one, so that this would have no effect: put the class's own back, or describe "
                 "the model by a LayeredModel"
             )
+
+
+def _gathers(method: Any) -> bool:
+    """Return whether a method only gathers weights around the class's own, as FSDP's do."""
+    names = getattr(getattr(method, "__func__", None), "__globals__", {})
+    return str(names.get("__name__")).startswith("torch.distributed.fsdp.")
 
 
 def refuse_checkpointing(model: nn.Module) -> None:

@@ -70,17 +70,6 @@ def test_a_compiled_model_ends_as_without_rows(backend: str, kind: Kind, tmp_pat
     assert_equal(trains_compiled, kind, tmp_path)
 
 
-class FSDPModule:
-    """Stand for torch's class of that name."""
-
-
-def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
-    loop = Loop(TEXTS, tmp_path, None)
-    loop.model.__class__ = type("Sharded", (FSDPModule, type(loop.model)), {})
-    with pytest.raises(ValueError, match="FSDP gathers a block's weights on all ranks at once"):
-        next(loop.cached.epoch(loop.loader))
-
-
 def test_blocks_freeze_where_a_tied_embedding_trains(tmp_path: Path) -> None:
     """A change of depth once had no effect where nothing was cached."""
     model: Any = tied()
