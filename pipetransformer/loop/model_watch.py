@@ -93,8 +93,18 @@ class ModelWatch:
             if isinstance(one, Tensor) and not one.is_inference()
         ]  # fmt: skip
         self._versions = [*map(_VERSION, self._tensors)]
-        self._children, self._hooked = self._children_now(), self._hooks_now()
-        self._forwards, self._sizes = self._forwards_now(), self._sizes_now()
+        self._children, self._hooked = [*self._children_now()], self._hooks_now()
+        self._forwards, self._sizes = [*self._forwards_now()], self._sizes_now()
+        self._take_outline()
+
+    def _take_outline(self) -> None:
+        """Take note of what tells in a moment that nothing was touched."""
+        self._objects = [*self._objects_in(self._values_now())]
+        self._outline = self._outline_now()
+        # Where one of these goes, as many attributes may be others.
+        uncounted = [(own, name) for own in self._attributes for name in _UNCOUNTED if name in own]
+        self._with_uncounted = [own for own, _ in uncounted]
+        self._uncounted = [name for _, name in uncounted]
 
     def ignore_changes(self) -> None:
         """Watch no more what has changed by itself, and take the rest as it is now."""
@@ -119,6 +129,27 @@ class ModelWatch:
 
     def has_other_attributes(self) -> bool:
         """Return whether a plain attribute or a hook is another."""
+        if self._is_untouched():
+            return False
+        if self._has_other_values():
+            return True
+        self._take_outline()  # What has come or gone changes no number.
+        return False
+
+    def _is_untouched(self) -> bool:
+        """Return whether all is the very same objects, which is quickly seen."""
+        # Numbers first: as many members tell which object is compared with which.
+        if self._outline_now() != self._outline:
+            return False
+        if not all(map(operator.contains, self._with_uncounted, self._uncounted)):
+            return False
+        try:
+            now = self._objects_in(self._values_now())
+        except KeyError:  # One was deleted.
+            return False
+        return all(map(operator.is_, now, self._objects))
+
+    def _has_other_values(self) -> bool:
         if not all(map(_same, map(tuple, self._lists), self._listed)):
             return True
         if [*map(_VERSION, self._tensors)] != self._versions or self._sizes_now() != self._sizes:
@@ -136,16 +167,27 @@ class ModelWatch:
         return False
 
     def _has_other_forwards(self) -> bool:
-        now = self._forwards_now()
-        if all(map(operator.is_, now, self._forwards)):
+        if all(map(operator.is_, self._forwards_now(), self._forwards)):
             return False
+        now = [*self._forwards_now()]
         if not all(map(operator.is_, map(_but_ours, now), map(_but_ours, self._forwards))):
             return True
         self._forwards = now
         return False
 
-    def _children_now(self) -> list[Any]:
-        return [*map(dict.get, self._tables, self._names)]
+    def _children_now(self) -> Iterator[Any]:
+        return map(dict.get, self._tables, self._names)
+
+    def _outline_now(self) -> list[int]:
+        """Return how many attributes and members there are, tensors' versions and hooks' keys."""
+        # No two hooks of a process have one key, so that equal keys are the same hooks.
+        return [
+            *map(len, self._attributes), *map(len, self._lists), *map(_VERSION, self._tensors),
+            *chain.from_iterable(self._hooks),
+        ]  # fmt: skip
+
+    def _objects_in(self, values: list[tuple[Any, ...]]) -> Iterator[Any]:
+        return chain(chain.from_iterable(values), chain.from_iterable(self._lists))
 
     def _hooks_now(self) -> list[int]:
         return [
@@ -156,9 +198,9 @@ class ModelWatch:
             if not _is_ours(hook) and getattr(hook, "__name__", "") not in _HARMLESS_HOOKS
         ]
 
-    def _forwards_now(self) -> list[Any]:
+    def _forwards_now(self) -> Iterator[Any]:
         """Return modules' own `forward`."""
-        return [*map(dict.get, self._attributes, repeat("forward"))]
+        return map(dict.get, self._attributes, repeat("forward"))
 
     def _sizes_now(self) -> list[int]:
         """Return how many attributes each module has, but those that change no number."""
