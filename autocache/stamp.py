@@ -71,19 +71,28 @@ def _sum_of_words(values: Tensor) -> Tensor:
     """Return a 0-dim int64 of (N,) bytes on their device, the same on every device."""
     words = values[: len(values) // _WORD_BYTES * _WORD_BYTES].view(torch.int32)
     rest = values[len(words) * _WORD_BYTES :]  # At most 3, in a word of their own.
-    total = nn.functional.pad(rest, (0, -len(rest) % _WORD_BYTES)).view(torch.int32).sum()
+    total = values.new_zeros((), dtype=torch.int64)
+    if len(rest):
+        total = nn.functional.pad(rest, (0, _WORD_BYTES - len(rest))).view(torch.int32).sum()
     if values.device.type == "cpu":
         return total + _sum_in_blocks(words.numpy())
     factors = _factors(values.device)
     # Many blocks at once, to launch few kernels.
     for number, part in enumerate(words.split(_BLOCKS_OF_A_GPU * _BLOCK_WORDS)):
-        whole = nn.functional.pad(part.long(), (0, -len(part) % _BLOCK_WORDS))
-        sums = (whole.view(-1, _BLOCK_WORDS) * factors).sum(dim=1)
-        # An odd factor for each block, as blocks may change places; integers wrap around.
-        first = number * _BLOCKS_OF_A_GPU
-        blocks = torch.arange(first, first + sums.numel(), device=values.device)
-        total = total + (sums * ((2 * blocks + 1) * _BLOCK_FACTOR)).sum()
+        # To pad by nothing would copy.
+        gap = -len(part) % _BLOCK_WORDS
+        whole = nn.functional.pad(part, (0, gap)) if gap else part
+        sums = (whole.view(len(whole) // _BLOCK_WORDS, _BLOCK_WORDS) * factors).sum(dim=1)
+        total = total + (sums * _block_factors(number, len(sums), values.device)).sum()
     return total
+
+
+@lru_cache(maxsize=64)
+def _block_factors(number: int, num: int, device: torch.device) -> Tensor:
+    """Return (num,) int64: an odd factor for each block of a part, as blocks may change places."""
+    first = number * _BLOCKS_OF_A_GPU
+    blocks = torch.arange(first, first + num, device=device)
+    return (2 * blocks + 1) * _BLOCK_FACTOR  # Integers wrap around.
 
 
 def _sum_in_blocks(words: np.ndarray) -> int:
