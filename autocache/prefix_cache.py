@@ -184,6 +184,32 @@ class PrefixCache:
         self._stats.count(usable.samples.found[:num], depth)
         return self._content.first(entries, num)
 
+    def read_hits(
+        self, sample_ids: Tensor, row_ids: Tensor, *, depth: int
+    ) -> dict[str, Tensor] | None:
+        """Read rows as `fetch` does, whose samples are compared by `holds`, later.
+
+        Returns:
+            what `fetch` returns, and the rows' digests; None where one of the samples misses.
+        """
+        num = len(sample_ids)
+        samples = self._filled_up((sample_ids, row_ids), NOTHING, depth)
+        usable = self._read(samples, num, depth)
+        if not bool((usable.samples.found == depth).all()):
+            return None
+        self._reads += num
+        self._stats.count(usable.samples.found, depth)
+        entries, _ = self._content.brought_together(usable.samples.found, usable.entries, {})
+        return {**entries, DIGEST: usable.digests}
+
+    def holds(self, sample_ids: Tensor, digests: Tensor, load: Load) -> bool:
+        """Return whether the dataset gives samples of these (B,) digests; else no row is used.
+
+        Beside a GPU a thread compares, and the next fetch learns the result.
+        """
+        loaded = self._load(load, each_once(sample_ids)[0])
+        return self._checks.are_current(sample_ids, digests, loaded)
+
     def foresee(
         self, coming: Iterable[tuple[SampleRows, SampleRows]], *, depth: int
     ) -> Iterator[tuple[Tensor, bool]]:

@@ -11,10 +11,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from autocache import (
-    CacheStats,
-    PrefixCache,
-)
+from autocache import DIGEST, CacheStats, PrefixCache
 from pipetransformer.config import CollateFunction
 from pipetransformer.feed.collation import Batch, Collation
 from pipetransformer.feed.fetch_forecast import Coming, Fetch, Follower, with_later
@@ -224,7 +221,9 @@ class SampleFeed:
         coming = self._coming.next_one(lambda f: f.epoch == epoch and torch.equal(f.ids, ids))
         coming = coming or Fetch(epoch, ids)
         if (block := self._read_block(coming)) is not None:
-            return self._handed_over(block, *block.take())
+            batch, stats = block.take()
+            if self._is_current(self._cache, ids, epoch, batch):
+                return self._handed_over(block, batch, stats)
         return self._fetch_one(self._cache, coming, keeps=keeps)
 
     def take_read(self, ids: Tensor, *, epoch: int) -> Batch | None:
@@ -232,11 +231,14 @@ class SampleFeed:
         if self._block is None:
             return None
         self.prefix.stamp_anew_if_edited()
-        return self._take_block(ids, epoch)
+        if not self.keeper.format.content.checks_every:
+            return self._take_block(ids, epoch)
+        with own_random_numbers(self._world.device):  # Samples are read, to be compared.
+            return self._take_block(ids, epoch)
 
     def _take_block(self, ids: Tensor, epoch: int) -> Batch | None:
-        block, self._block = self._block, None
-        if block is None or not block.fits(ids, epoch, self.prefix.stamps):
+        block, self._block, cache = self._block, None, self._cache
+        if block is None or cache is None or not block.fits(ids, epoch, self.prefix.stamps):
             return None
         if self.keeper.store is None or self.keeper.store.is_condemned():
             return None
@@ -244,7 +246,14 @@ class SampleFeed:
         changed = None if self.is_undisturbed else self.keeper.format.content.changed
         if changed is not None and bool(changed(ids, batch).any()):
             return None  # A label was corrected since the read.
+        if not self._is_current(cache, ids, epoch, batch):
+            return None
         return self._handed_over(block, batch, stats)
+
+    def _is_current(self, cache: PrefixCache, ids: Tensor, epoch: int, batch: Batch) -> bool:
+        """Take digests out of a step's rows, and compare its samples, where all are compared."""
+        digests = batch.pop(DIGEST, None)
+        return digests is None or cache.holds(ids, digests, partial(self._load, epoch=epoch))
 
     def _handed_over(self, block: RowBlock, batch: Batch, stats: CacheStats) -> Batch:
         """Count what was taken of a block, and hold what is left of it."""
@@ -261,8 +270,9 @@ class SampleFeed:
         # A loop, which keeps its batches, has nobody who asks for what comes next.
         if (on_gpu or not self.copies) and self.keeper.reads_ahead(store, coming.ids):
             return None
-        if self.keeper.format.content.checks_every:
-            return None  # Each sample is read, and those of many steps may be many bytes.
+        content = self.keeper.format.content
+        if content.checks_every and self.keeper.known is not None:
+            return None  # Rows of other runs are compared before they are used.
         steps = hit_together(
             (coming.ids, *coming.later),
             lambda ids: cache.hits(self.keeper.row_ids(ids, epoch), depth=self.prefix.depth),
@@ -270,17 +280,20 @@ class SampleFeed:
         )
         if len(steps) < 2:
             return None
-        self._coming.skip(len(steps) - 1)
-        ids = torch.cat(steps)
+        ids, load = torch.cat(steps), partial(self._load_by_steps, steps=steps, epoch=epoch)
         batch, stats = self._fetch_rows(
             cache,
             ids,
-            partial(self._load_by_steps, steps=steps, epoch=epoch),
+            # Where every sample is read, each step reads its own: those of many are many bytes.
+            None if content.checks_every else load,
             epoch=epoch,
             expected=coming.later_ids(len(coming.later))[len(ids) - len(coming.ids) :],
         )
-        positions, stamps = self.keeper.format.content.positions, tuple(self.prefix.stamps)
-        return RowBlock(epoch, stamps, steps, batch, stats, positions=positions)
+        if not batch:
+            return None
+        self._coming.skip(len(steps) - 1)
+        stamps = tuple(self.prefix.stamps)
+        return RowBlock(epoch, stamps, steps, batch, stats, positions=content.positions)
 
     def _fetch_one(self, cache: PrefixCache, coming: Fetch, *, keeps: bool) -> Batch:
         """Fetch one step's samples; those to come may be computed with them."""
@@ -302,7 +315,7 @@ class SampleFeed:
         self,
         cache: PrefixCache,
         ids: Tensor,
-        load: Callable[[Tensor], Batch],
+        load: Callable[[Tensor], Batch] | None,
         *,
         epoch: int,
         expected: Tensor,
@@ -311,6 +324,8 @@ class SampleFeed:
         """Fetch samples' rows from the cache; return what that came to, too.
 
         Args:
+            load: of samples that miss, and of some to check; None has nothing checked, returns the
+                digests to check, too, and is empty where one misses.
             expected: samples of the fetches to come in the epoch.
             options: of `PrefixCache.fetch`.
         """
@@ -319,7 +334,10 @@ class SampleFeed:
             self.keeper.expect(expected, epoch)
         self._stats += cache.take_stats()
         rows = self.keeper.row_ids(ids, epoch)
-        batch = cache.fetch(ids, load, depth=self.prefix.depth, row_ids=rows, **options)
+        if load is None:
+            batch = cache.read_hits(ids, rows, depth=self.prefix.depth) or {}
+        else:
+            batch = cache.fetch(ids, load, depth=self.prefix.depth, row_ids=rows, **options)
         if self.copies:
             batch = {name: entry.clone() for name, entry in batch.items()}
         if self.keeper.store is not None and self._world.size > 1 and not len(expected):

@@ -119,6 +119,26 @@ def test_a_sample_that_changed_is_found_when_rows_are_read_at_once(
         assert_right(feed, step, (0, 0, 2))
 
 
+def test_where_all_samples_are_compared_each_step_reads_its_own(
+    tmp_path: Path, filled: tuple[Feed, list[int]]
+) -> None:
+    _, sizes = filled
+    feed = Feed(tmp_path, cache_check="all")
+    feed.set_depth(2)
+    for step in STEPS:
+        feed.fetch(step)
+    foresee(feed, STEPS)
+    sizes.clear()
+    for step in STEPS[:2]:
+        feed.data.read.clear()
+        assert_right(feed, step, (2, 0, 0))
+        assert feed.data.read == step.tolist()
+    feed.data.data.tensors[0][1] += 1  # It shows in its own step.
+    for step in STEPS[2:]:
+        assert_right(feed, step, (0, 0, 2))
+    assert sizes == [8]
+
+
 def labelled(rows: Any) -> None:
     """Have a feed's rows be compared with the labels of its data set."""
     labels = rows.samples.dataset.data.tensors[1]
