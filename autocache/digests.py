@@ -37,11 +37,18 @@ def add_entry(
     second dimension does not enter.
     """
     shape = entry.shape[1:] if lengths is None else entry.shape[2:]
-    header = hashlib.blake2b(repr((name, str(entry.dtype), tuple(shape))).encode(), digest_size=8)
+    header = _header(name, entry.dtype, tuple(shape))
     sums = _sums(_words(entry, lengths))
     if lengths is not None:
         sums += lengths.numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return _mixed((digests + sums) ^ np.uint64(int.from_bytes(header.digest(), "little")))
+    return _mixed((digests + sums) ^ header)
+
+
+@lru_cache(maxsize=64)
+def _header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> np.uint64:
+    text = repr((name, str(dtype), shape))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _words(entry: Tensor, lengths: Tensor | None) -> np.ndarray:
