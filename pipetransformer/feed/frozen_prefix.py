@@ -59,7 +59,7 @@ class FrozenPrefix:
         # Where the model holds the stamped tensors, and what these were when they were stamped.
         self._tables: list[Mapping[str, Tensor | None]] = []
         self._names: list[str] = []
-        self._stamped_versions: list[tuple[int, int]] = []
+        self._stamped_versions: list[int] = []
         self._stamped_values, self._compares_values = 0, False
         self._has_opaque = False
 
@@ -161,11 +161,11 @@ class FrozenPrefix:
     def _sublayers(self) -> range:
         return range(self.task.model.first_active(self.depth) if self.depth else 0)
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _versions(self) -> list[int]:
         tensors = self._tensors()
         if self._has_opaque:
-            return [mark for one in tensors for mark in marks_of(one)]
-        return [*zip(map(Tensor.data_ptr, tensors), map(_VERSION, tensors), strict=True)]
+            return [number for one in tensors for mark in marks_of(one) for number in mark]
+        return [*map(Tensor.data_ptr, tensors), *map(_VERSION, tensors)]
 
     def _values(self) -> int:
         return fingerprint(plain for one in self._tensors() for plain in plain_tensors(one))
