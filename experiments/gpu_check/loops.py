@@ -232,10 +232,16 @@ class _Held(nn.Module):
 
 
 class ByTrainer(Loop):
-    """Have the Trainer take the steps; what it measures before the first is done at once."""
+    """Have the Trainer take the steps; what it measures before the first is done at once.
 
-    def __init__(self, case: LoopCase, device: str, **settings: Any) -> None:
-        self.case, self._num_frozen = case, 0
+    Args:
+        num_frozen: of the first epoch.
+    """
+
+    def __init__(
+        self, case: LoopCase, device: str, *, num_frozen: int = 0, **settings: Any
+    ) -> None:
+        self.case, self._num_frozen = case, num_frozen
         self._losses: list[Any] = []
         # Rows are stored where a later epoch reads them: of epochs there are more than are run.
         settings = {"epochs": 1000, **settings}

@@ -165,7 +165,8 @@ def fine_tuned_vit(setting: Setting) -> LoopCase:
     """Return the pretrained ViT and the images that it is fine-tuned on."""
     shape: Mapping[str, Any] = TINY_VIT if setting.tiny else {"img_size": 224, "depth": 12}
     images = read_images(setting, "train", shape["img_size"])
-    build = partial(vit, **shape) if setting.tiny else partial(_build_pretrained, setting.data)
+    pretrained = partial(_pretrained, setting.data)
+    build = partial(vit, **shape) if setting.tiny else pretrained
     name, batch = ("tiny ViT", 16) if setting.tiny else ("ViT-S/14", 64)
     frozen = 2 * shape["depth"] // 3
     return LoopCase(name, build, "blocks", images, image_loss, batch, frozen, learning_rate=5e-5)
@@ -174,26 +175,36 @@ def fine_tuned_vit(setting: Setting) -> LoopCase:
 def read_images(setting: Setting, split: str, pixels: int) -> Rows:
     """Return the images of a split, resized and normalised in memory; or random ones."""
     most = {"train": 96, "test": 48} if setting.tiny else {"train": 2000, "test": 500}
-    if setting.data is None:
-        return random_images(most[split], pixels)
-    with np.load(Path(setting.data, IMAGES)) as file:
+    return some_images(setting.data, split, most[split], pixels)
+
+
+def some_images(data: str | None, split: str, num: int, pixels: int) -> Rows:
+    """Return images of CIFAR-10, resized and normalised; random ones where none were packed."""
+    if data is None:
+        return random_images(num, pixels)
+    with np.load(Path(data, IMAGES)) as file:
         images, labels = map(torch.tensor, (file[f"{split}_images"], file[f"{split}_labels"]))
     chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     # As timm normalises for DINOv2: ImageNet's mean and deviation.
     mean, deviation = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
-    normal = ((images[chosen[: most[split]]] / 255 - mean) / deviation).permute(0, 3, 1, 2)
+    normal = ((images[chosen[:num]] / 255 - mean) / deviation).permute(0, 3, 1, 2)
     resized = nn.functional.interpolate(normal, size=pixels, mode="bicubic")
-    return Rows({"x": resized, "y": labels[chosen[: most[split]]].long()})
+    return Rows({"x": resized, "y": labels[chosen[:num]].long()})
 
 
-def _build_pretrained(data: str | None) -> nn.Module:
+def _pretrained(data: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    return pretrained_vit(data, 224)
+
+
+def pretrained_vit(data: str | None, pixels: int) -> nn.Module:
+    """Build a ViT-S/14 with a new head, whose other weights were packed; else they are random."""
     import timm
 
     from experiments.tasks.images import load_weights  # It imports torchvision.
 
-    torch.manual_seed(0)
     name = "vit_small_patch14_dinov2"
-    model: nn.Module = timm.create_model(name, img_size=224, num_classes=NUM_CLASSES)
+    model: nn.Module = timm.create_model(name, img_size=pixels, num_classes=NUM_CLASSES)
     if data is not None:
         load_weights(model, Path(data, VIT))
     return model

@@ -14,7 +14,13 @@ from typing import Any
 import datasets
 import pytest
 from PIL import Image
-from transformers import BertTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.helpers.marks import slow
 from tests.helpers.measured import freely, measuring
@@ -212,16 +218,37 @@ def test_images_trains_on_folders_and_reads_rows(
     assert Path("run/model.safetensors").exists()
 
 
-def test_lora_decoder_reads_its_lower_half_from_the_second_epoch_on(
+def llama(folder: Path) -> str:
+    """Write a tiny Llama whose tokens are words."""
+    classifier(folder)  # for its tokenizer
+    tokenizer = BertTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.3,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_lora_llama_reads_what_its_lower_two_thirds_return(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"train_file": book(tmp_path / "book.txt"), "block_size": 16, "learning_rate": 0.03}
-    model = {"model_name_or_path": decoder(tmp_path / "model"), "max_train_samples": 80}
-    report = script("lora_decoder").main(words(**asked, **model, output_dir="run"))
-    assert fall(losses("run"))
-    # A tenth is unseen text.
-    assert (report.frozen, report.samples, report.cache_hits) == (2, 3 * 72, 2 * 72)
-    assert "loss on unseen text: " in capsys.readouterr().out
+    numbers = random.Random(0)
+    file = tmp_path / "texts.txt"
+    file.write_text("\n".join(sentence(numbers)[0] for _ in range(100)))
+    asked = {"train_file": file, "max_length": 32, "learning_rate": 0.03, "output_dir": "run"}
+    model = {"model_name_or_path": llama(tmp_path / "model")}
+    trainer, rows = script("lora_llama").main(words(**asked, **model))
+    assert fall([one["loss"] for one in trainer.state.log_history if "loss" in one])
+    num, found = len(trainer.train_dataset), rows.stats
+    assert found.hits >= 2 * num > 20 and found.hits + found.misses == 3 * num
+    assert f"2 of 3 blocks are frozen; {found.hits} rows were read" in capsys.readouterr().out
     assert Path("run/adapter/adapter_model.safetensors").exists()
 
 
