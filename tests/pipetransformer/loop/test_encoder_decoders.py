@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from pipetransformer import Trainer, attach
+from tests.helpers.marks import slow
 from tests.helpers.part_models import NUM_SAMPLES, Samples
 
 _WORDS, _BATCH = 60, 4
@@ -76,6 +77,7 @@ FAMILIES = {
     "bart": Family(_bart, "model.encoder", "model.decoder", "layers"),
     "whisper": Family(_whisper, "model.encoder", "model.decoder", "layers"),
 }
+_ONE_QUICKLY = ["t5", slow("bart"), slow("whisper")]
 
 
 def _words(num: int) -> Tensor:
@@ -186,9 +188,9 @@ def _assert_alike(model: nn.Module, plain: nn.Module, rounds: float) -> None:
     ("kind", "loop", "settings"),
     [
         ("labels", Loop(), {}),
-        ("padded", Loop(), {}),
-        ("labels", Loop(accumulates=3), {}),
-        ("padded", Loop(autocast=torch.bfloat16), {"precision": "bf16"}),
+        slow("padded", Loop(), {}),
+        slow("labels", Loop(accumulates=3), {}),
+        slow("padded", Loop(autocast=torch.bfloat16), {"precision": "bf16"}),
     ],
 )
 def test_a_decoders_frozen_blocks_and_its_encoder_run_once_a_sample(
@@ -236,7 +238,7 @@ def _train(
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("loop", "settings"),
-    [(Loop(accumulates=3), {}), (Loop(autocast=torch.bfloat16), {"precision": "bf16"})],
+    [(Loop(accumulates=3), {}), slow(Loop(autocast=torch.bfloat16), {"precision": "bf16"})],
 )
 def test_a_whole_decoder_trains_on_rows_of_its_encoder(
     name: str, loop: Loop, settings: dict[str, Any]
@@ -288,7 +290,7 @@ def test_blocks_that_hand_a_position_bias_on_have_rows_without_an_encoder() -> N
     _assert_alike(model, plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _ONE_QUICKLY)
 def test_another_run_reads_kept_rows(name: str, tmp_path: Path) -> None:
     settings: Any = {
         "cache_keep": True, "cache_folder": str(tmp_path), "tied_weights": "freeze", "freeze": 1,
@@ -330,7 +332,7 @@ def test_texts_padded_by_batch_have_no_rows_and_the_same_losses(
     assert cached.stats.hits == 0 and "no cache" in caplog.text
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _ONE_QUICKLY)
 def test_labels_that_the_loop_has_changed_are_computed_from_the_start(name: str) -> None:
     model, plain, family = _pair(name)
     data = _data(name)
@@ -505,7 +507,7 @@ def test_what_is_of_a_batch_is_no_row_and_what_skips_a_block_is(
     assert _chain_epochs(Chain(lambda own, _: own.sin(), 0)) == 12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", _ONE_QUICKLY)
 def test_an_evaluation_gives_the_losses_of_the_model_without_rows(name: str) -> None:
     model, _, family = _pair(name)
     train, other = _loader(_data(name)), DataLoader(_data(name), batch_size=_BATCH)

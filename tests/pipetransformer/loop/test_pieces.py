@@ -530,7 +530,7 @@ def test_columns_are_served_in_others_trainers(num_workers: int, tmp_path: Path)
     assert callback.stats.hits >= 4 * NUM_SAMPLES
 
 
-@pytest.mark.parametrize("name", ["TRL: DPOTrainer", "TRL: RewardTrainer"])
+@pytest.mark.parametrize("name", [slow("TRL: DPOTrainer"), "TRL: RewardTrainer"])
 def test_trl_s_own_losses_of_pairs_are_served(name: str) -> None:
     pytest.importorskip("trl")
     from experiments.foreign_loops.runner import outcome_of
