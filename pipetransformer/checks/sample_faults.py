@@ -134,6 +134,9 @@ def _label_fault(model: nn.Module, labels: Tensor) -> str:
             f"has the label {labels.item():g}, a {str(labels.dtype).removeprefix('torch.')}, but "
             f"the model has num_labels={num} classes: give int64, or num_labels=1 for a regression"
         )
+    if getattr(model.config, "problem_type", None) == "multi_label_classification":
+        dtype = str(labels.dtype).removeprefix("torch.")
+        return f"has labels in {dtype}, but the model has several for a sample: give float32"
     bad = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= num))]
     if not len(bad):
         return ""

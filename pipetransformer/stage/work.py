@@ -406,6 +406,7 @@ def default_metrics(output: Tensor, target: Any, *, ignore_index: int) -> Mappin
     if (
         isinstance(target, Tensor)
         and output.ndim == 2
+        and output.shape[1] > 1  # One output is a regression's, also of whole numbers.
         and target.ndim == 1
         and not target.is_floating_point()
     ):

@@ -93,10 +93,29 @@ def test_a_text_or_a_label_outside_of_the_model_is_named_wherever_it_stands(
             trainer.fit()
 
 
-def small(build: Any) -> nn.Module:
-    """Build a model of 20 tokens, 8 positions and 2 labels."""
+def test_several_labels_in_integers_are_refused() -> None:
+    data = [
+        {"input_ids": torch.ones(6).long(), "labels": torch.tensor([0, 1])} for _ in range(_NUM)
+    ]
+    model = small(BERT)
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match="sample 0 has labels in int64, .*: give float32"):
+        with Trainer(model, data, epochs=1) as trainer:
+            trainer.fit()
+
+
+def test_a_regression_of_whole_numbers_has_no_accuracy() -> None:
+    data = [{"input_ids": torch.ones(6).long(), "labels": i % 3} for i in range(_NUM)]
+    with Trainer(small(BERT, num_labels=1), data, eval_dataset=data, epochs=1) as trainer:
+        assert list(trainer.evaluate()) == ["loss"]
+
+
+def small(build: Any, num_labels: int = 2) -> nn.Module:
+    """Build a model of 20 tokens, 8 positions and some labels."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
-    config = build.config_class(max_position_embeddings=8, pad_token_id=0, **sizes)
+    config = build.config_class(
+        max_position_embeddings=8, pad_token_id=0, num_labels=num_labels, **sizes
+    )
     model: nn.Module = build(config)
     return model
 
