@@ -65,7 +65,7 @@ def test_a_tutorial_is_a_program_that_prints_what_it_says(
             assert cli.main(command) == 0
 
 
-@pytest.mark.parametrize("name", ["frozen-parts", "language-models"])
+@pytest.mark.parametrize("name", ["frozen-parts", "language-models", "tasks", "tracking"])
 def test_a_page_s_programs_print_what_it_says(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +164,9 @@ def test_a_page_has_sentences_of_at_most_twenty_words_and_short_lines(page: str)
     # A generated table is not ours to word.
     text = re.sub(r"<!-- census -->.*?<!-- /census -->", "", read(page), flags=re.DOTALL)
     assert [one for one in sentences(text) if len(one.split()) > 20] == []
+    # The site's column has room for 88.
+    programs = "".join(blocks(page, "python", "diff"))
+    assert [line for line in programs.splitlines() if len(line) > 88] == []
     # What a program prints is as wide as it is.
     text = re.sub(r"^```text\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in text.splitlines() if not line.startswith("|")]
