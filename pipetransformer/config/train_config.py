@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from autopipe.schedule import SCHEDULES
 from freeze import MEASURED_SIGNALS
 from pipetransformer.config import rules
 from pipetransformer.config.schedules import LearningRateSchedule, constant, named_schedule
+from pipetransformer.hints import did_you_mean
 
 CollateFunction = Callable[[list[Any]], Any]
 Metric = Callable[[Tensor, Any], tuple[Tensor | float, Tensor | float]]
@@ -432,10 +432,9 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     """
     known = [field.name for field in fields(TrainConfig)]
     if unknown := sorted(set(settings) - set(known)):
-        near = {name for one in unknown for name in get_close_matches(one, [*known, *_BESIDE])}
-        meant = f"perhaps {', '.join(sorted(near))} is meant; " if near else ""
+        meant = did_you_mean(unknown, [*known, *_BESIDE], most=3)
         raise ValueError(
-            f"unknown setting(s) {', '.join(map(repr, unknown))}; {meant}"
+            f"unknown setting(s) {', '.join(map(repr, unknown))}{meant or ';'} "
             "help(pipetransformer.TrainConfig) lists all"
         )
     return TrainConfig(**settings)

@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pipetransformer.config import CollateFunction
+from pipetransformer.hints import did_you_mean
 
 Batch = dict[str, Tensor]
 
 _LABELS = ("labels", "label", "label_ids")
 """Data sets' names for the same entry."""
+_TARGETS = ("target", "targets", "class", "y", "score", "scores", "answer", "tags")
+"""Their names for what may be labels, and may be something else: these are not guessed."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Collation:
             advice = ""
             if self.function is not None and self.drops_unknown:
                 advice = "; where it needs others than these, set remove_unused_columns=False"
+            elif isinstance(item, Mapping):
+                advice = _meant(missing, {*map(str, item)} - self._known())
             raise ValueError(
                 f"{what} lacks {missing}; the model needs {list(self.required)}{has}{advice}"
             )
@@ -162,6 +167,14 @@ class Collation:
 def entry_of(item: Mapping[str, Any], name: str) -> Any:
     """Return an item's entry, labels by any of their names; None where there is none."""
     return next((item[n] for n in names_for(name) if item.get(n) is not None), None)
+
+
+def _meant(missing: list[str], others: set[str]) -> str:
+    """Say which of a sample's other entries may be the first that is missing, or ""."""
+    name = missing[0]
+    targets = [one for one in _TARGETS if one in others and name in _LABELS]
+    meant = did_you_mean(targets[:1] or [name], sorted(others))
+    return f"{meant} rename it to {name!r}" if meant else ""
 
 
 def names_for(name: str) -> tuple[str, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, final
 
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from pipetransformer.config import TrainConfig, make_config
+from pipetransformer.hints import did_you_mean
 from pipetransformer.model import is_opaque, named_parts
 
 SETTINGS = (
@@ -82,8 +82,7 @@ def check_settings(settings: Mapping[str, Any], *, has_parts: bool) -> None:
     """Raise a ValueError for settings that are unknown or not allowed."""
     known = (*SETTINGS, _READS, _IGNORES, CACHE, RELEASE)
     if unknown := sorted(settings.keys() - set(known)):
-        near = [one for name in unknown for one in get_close_matches(name, known, n=1)]
-        meant = f"; did you mean {', '.join(near)}?" if near else f"; known: {', '.join(known)}"
+        meant = did_you_mean(unknown, known) or f"; known: {', '.join(known)}"
         raise ValueError(f"unknown setting(s) {', '.join(unknown)}{meant}")
     if (cache := settings.get(CACHE)) not in (None, True, False):
         raise ValueError(f"cache={cache!r}: give True, False, or leave it out")

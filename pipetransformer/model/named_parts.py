@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from torch import nn
+
+from pipetransformer.hints import did_you_mean
 
 
 def named_parts(
@@ -27,9 +28,7 @@ def named_parts(
     for one in parts:
         if isinstance(one, str):
             if one not in modules:
-                near = get_close_matches(one, modules, n=1)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"the model has no module {one!r}{meant}")
+                raise ValueError(f"the model has no module {one!r}{did_you_mean([one], modules)}")
             found[one] = modules[one]
         elif isinstance(one, nn.Module):
             if one not in names and (len(parts) > 1 or not alone):

@@ -148,6 +148,10 @@ def test_an_entry_that_only_some_samples_give_is_refused_and_never_dropped(ids: 
             lambda i: {"x": torch.zeros(2), "y": None},
             r"lacks \['y'\]; the model needs \['x', 'y'\]",
         ),
+        (
+            lambda i: {"xs": torch.zeros(2), "y": 0},
+            r"lacks \['x'\].*; did you mean 'xs'[?] rename it to 'x'$",
+        ),
         (lambda i: {"images": torch.zeros(2), "y": 0}, r"lacks \['x'\]; the model needs"),
         (lambda i: (torch.zeros(2),), r"is a tuple of 1; give a mapping .* or a tuple of 2"),
         (lambda i: (torch.zeros(2), 0, 0), r"is a tuple of 3; give a mapping .* or a tuple of 2"),

@@ -192,7 +192,7 @@ def test_settings_and_depths_that_are_impossible_are_refused(tmp_path: Path) -> 
     model = build(KINDS["eva"])
     with pytest.raises(ValueError, match=r"unknown setting\(s\) epochs; known: cache_folder"):
         attach(model, freeze=1, epochs=3)
-    with pytest.raises(ValueError, match="cache_foldr; did you mean cache_folder[?]$"):
+    with pytest.raises(ValueError, match="cache_foldr; did you mean 'cache_folder'[?]$"):
         attach(model, freeze=1, cache_foldr=tmp_path)
     with pytest.raises(ValueError, match="freeze is 'all'; give a number of blocks") as caught:
         attach(model, freeze="all")  # type: ignore[arg-type]

@@ -104,6 +104,13 @@ def test_several_labels_in_integers_are_refused() -> None:
             trainer.fit()
 
 
+def test_a_target_is_offered_where_labels_are_missing() -> None:
+    data = [{"input_ids": torch.ones(6).long(), "target": i % 2} for i in range(_NUM)]
+    with pytest.raises(ValueError, match="; did you mean 'target'[?] rename it to 'labels'$"):
+        with Trainer(small(BERT), data, epochs=1) as trainer:
+            trainer.fit()
+
+
 def test_a_regression_of_whole_numbers_has_no_accuracy() -> None:
     data = [{"input_ids": torch.ones(6).long(), "labels": i % 3} for i in range(_NUM)]
     with Trainer(small(BERT, num_labels=1), data, eval_dataset=data, epochs=1) as trainer:
