@@ -22,7 +22,7 @@ from pipetransformer.report.records import (
     of_kind,
     read_records,
 )
-from pipetransformer.report.sections import Rows, Section, sections_of
+from pipetransformer.report.sections import Rows, Section, is_pipeline, sections_of
 
 PAGE_FILE = "report.html"
 
@@ -147,7 +147,7 @@ def _facts(records: list[Record], *, written: datetime) -> Rows:
         ("samples", f"{sum(step.get('samples') or 0 for step in steps):,}"),
         ("seconds", f"{records[-1]['elapsed_s']:,.1f}"),
         ("frozen layers", str(frozen)),
-        ("K x R", f"{length} x {replicas}"),
+        *([("K x R", f"{length} x {replicas}")] if is_pipeline(records) else []),
     )
 
 

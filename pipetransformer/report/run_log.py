@@ -21,7 +21,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.elastic import Change, Decision
 from pipetransformer.feed import Clock, RowBudget
 from pipetransformer.processes import World, on_rank_0
-from pipetransformer.report.fit_report import cache_line, nothing_frozen_line
+from pipetransformer.report.fit_report import cache_line, nothing_frozen_line, saved_line
 from pipetransformer.report.progress import Progress
 from pipetransformer.report.records import RecordListener, Records, decision_fields
 from pipetransformer.report.run_sums import RunSums
@@ -110,6 +110,8 @@ class RunLog:
         self._record("end", self._num_done)
         self.say(cache_line(self.report))
         has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
+        if has_frozen:
+            self.say(saved_line(self.report.seconds, self.sums.unfrozen_run_s()))
         if self._freezes and not has_frozen and self._last_asked is not None:
             self.say(nothing_frozen_line(self._num_asked, *self._last_asked))
         self._progress.close(is_whole=True)
@@ -281,9 +283,9 @@ class RunLog:
         return {"KxR": kxr, "M": str(shape["micro_batches"])}
 
     def _shape_text(self, decision: Decision) -> str:
-        if self._world.size == 1:  # M matters only where a batch is cut.
+        if self._world.size == 1:
             num_micro_batches = decision.plan.num_micro_batches
-            parts = f", M = {num_micro_batches}" if num_micro_batches > 1 else ""
+            parts = f", in {num_micro_batches} parts" if num_micro_batches > 1 else ""
             again = ", recomputed" if decision.plan.recomputes else ""
             return f"frozen {decision.num_frozen}{parts}{again}"
         text = "frozen {frozen}, K x R = {length}x{replicas}, M = {micro_batches}"

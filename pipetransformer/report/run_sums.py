@@ -29,6 +29,7 @@ class RunSums:
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._samples, self._loss = 0, 0.0
         self._depth_before = 0
+        self._unfrozen_s, self._unfrozen_samples, self._is_first = 0.0, 0, True
         self.report = FitReport()
 
     def add_step(
@@ -36,6 +37,11 @@ class RunSums:
     ) -> None:
         """Count a training step, of so many samples of all replicas."""
         report, upgrades = self.report, result.cache_upgrades
+        # A process's first step also warms up.
+        if not (decision.num_frozen or decision.resting or self._is_first):
+            self._unfrozen_s += result.seconds
+            self._unfrozen_samples += num_samples
+        self._is_first = False
         report.seconds += result.seconds
         report.samples += num_samples
         report.cache_hits += result.cache_hits
@@ -54,6 +60,12 @@ class RunSums:
         report.training_loss = self._loss / max(self._samples, 1)
         report.frozen, report.length = shape["frozen"], shape["length"]
         report.replicas = shape["replicas"]
+
+    def unfrozen_run_s(self) -> float | None:
+        """Predict the seconds of an unfrozen run, by its unfrozen steps; None without any."""
+        if not self._unfrozen_samples:
+            return None
+        return self._unfrozen_s / self._unfrozen_samples * self.report.samples
 
     def add_change(self, change: Change) -> float:
         """Count a decision and its transition; return the seconds of deciding alone."""
@@ -89,14 +101,17 @@ class RunSums:
         self._samples, self._loss = 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's part of the unfinished epoch, as plain values."""
+        """Return rank 0's part of the unfinished epoch and of unfrozen steps, as plain values."""
         sums = {"samples": self._samples, "loss": self._loss}
-        return {"spent": dict(self._spent), **sums}
+        unfrozen = {"seconds": self._unfrozen_s, "samples": self._unfrozen_samples}
+        return {"spent": dict(self._spent), **sums, "unfrozen": unfrozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
         self._spent = defaultdict(float, state["spent"])
         self._samples, self._loss = state["samples"], state["loss"]
+        unfrozen = state.get("unfrozen", {"seconds": 0.0, "samples": 0})  # Older ones lack it.
+        self._unfrozen_s, self._unfrozen_samples = unfrozen["seconds"], unfrozen["samples"]
 
     def _forward_s(self, num_frozen: int) -> float:
         """Return the measured seconds of a forward through the frozen layers, per sample."""

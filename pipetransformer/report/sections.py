@@ -99,30 +99,38 @@ def _extremes(steps: list[Record], field: str, size: int) -> list[Record]:
 
 
 def _pipelines(records: list[Record]) -> Section:
-    title, steps = "Frozen layers and pipelines", of_kind(records, "step")
+    steps, has_pipeline = of_kind(records, "step"), is_pipeline(records)
+    title = "Frozen layers and pipelines" if has_pipeline else "Frozen layers"
+    pipelines = {"length": "K", "replicas": "R", "micro_batches": "micro-batches"}
+    shown = {"step": "step", "frozen": "frozen layers", **(pipelines if has_pipeline else {})}
     measured = {one.get("changed_step"): one for one in of_kind(records, "outcome")}
     rows = [
         (
-            *(_text(one.get(name)) for name in ("step", "frozen", "length", "replicas")),
-            *(_text(one.get(name)) for name in ("micro_batches", "seconds", "predicted_step_s")),
+            *(_text(one.get(name)) for name in (*shown, "seconds", "predicted_step_s")),
             _text(measured.get(one["step"], {}).get("measured_step_s")),
         )
         for one in of_kind(records, "transition")
     ]
-    header = (
-        "step", "frozen layers", "K", "R", "micro-batches",
-        "transition, s", "a step predicted, s", "a step measured, s",
-    )  # fmt: skip
+    times = ("transition, s", "a step predicted, s", "a step measured, s")
+    header = (*shown.values(), *times)
     table = (header, *rows) if rows else ()
     if not steps:
         return Section(title, ("No step is recorded yet.",), table=table)
-    names = {"frozen": "frozen layers", "length": "stages (K)", "replicas": "replicas (R)"}
+    names = {"frozen": "frozen layers"}
+    if has_pipeline:
+        names |= {"length": "stages (K)", "replicas": "replicas (R)"}
     lines = [
         _line(_changes(steps, field), field, name, x="elapsed_s")
         | {"mode": "lines", "line": {"shape": "hv"}}
         for field, name in names.items()
     ]
     return Section(title, (), (_figure("", *lines, x="seconds since the start"),), table)
+
+
+def is_pipeline(records: list[Record]) -> bool:
+    """Return whether a run had several stages or replicas at any time."""
+    shapes = [*of_kind(records, "step"), *of_kind(records, "transition")]
+    return any((one.get("length", 1), one.get("replicas", 1)) != (1, 1) for one in shapes)
 
 
 def _changes(steps: list[Record], field: str) -> list[Record]:
@@ -136,11 +144,16 @@ def _time(records: list[Record]) -> Section:
     title, epochs = "Where the time went", epochs_of(records)
     if not epochs:
         return Section(title, ("No epoch is over yet; its parts are recorded at its end.",))
-    names = {name: None for epoch in epochs for name in epoch.get("breakdown", {})}
+    parts = [dict(epoch.get("breakdown", {})) for epoch in epochs]
+    for part in parts if not is_pipeline(records) else ():
+        # One process waits for nobody: what is booked there are microseconds of its own.
+        alone_s = part.pop("bubble", 0.0) + part.pop("all_reduce", 0.0)
+        if "other" in part:
+            part["other"] += alone_s
+    names = {name: None for part in parts for name in part}
     x = [epoch["epoch"] for epoch in epochs]
     bars = [
-        _bar(x, [e.get("breakdown", {}).get(name, 0.0) for e in epochs], name.replace("_", "-"))
-        for name in names
+        _bar(x, [part.get(name, 0.0) for part in parts], name.replace("_", "-")) for name in names
     ]
     rate = _line(epochs, "samples_per_s", "samples per second", x="epoch")
     beside = {

@@ -69,6 +69,27 @@ def test_what_was_spared_is_what_frozen_layers_were_measured_to_take(
     assert report.cache_spared_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("epochs", [[0, 2, 2], [2, 2, 2], [0, 0, 0]])
+def test_the_end_says_what_was_saved_beside_unfrozen_steps(
+    epochs: list[int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = train(FreezeSchedule(epochs), tmp_path)
+    found = re.search(
+        r"training took (\S+) s; all of it unfrozen would take about (\S+) s, by its unfrozen "
+        r"steps: (\d+% saved|nothing saved)",
+        "".join(capsys.readouterr()),
+    )
+    if epochs != [0, 2, 2]:  # Nothing to compare: no step was unfrozen, or all were.
+        assert found is None
+        return
+    assert found is not None
+    steps = [one for one in read_records(tmp_path / RECORDS_FILE) if one["kind"] == "step"]
+    unfrozen = [one for one in steps[1:] if not one["frozen"]]
+    each_s = sum(one["seconds"] for one in unfrozen) / sum(one["samples"] for one in unfrozen)
+    assert float(found[1]) == pytest.approx(report.seconds, rel=0.01)
+    assert float(found[2]) == pytest.approx(each_s * report.samples, rel=0.01)
+
+
 def upgraded_at_once() -> Any:
     settings = {"pipeline_length": 1, "progress": False}
     report = train(FreezeSchedule([0, 1, 2]), **settings)
