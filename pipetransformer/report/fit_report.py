@@ -23,6 +23,8 @@ class FitReport:
         seconds: of training, observing and transitions, without evaluation.
         samples: trained on, of all replicas.
         cache_hits: samples whose frozen prefix's activations were read.
+        cache_hits_of_others: hits by rows that other runs have kept: those of the first epoch, in
+            which this run has no row of a sample that comes.
         cache_misses: samples whose activations were computed, by some or all of its layers.
         cache_upgrades: misses that were read, and computed on by the layers that froze since.
         cache_spared_s: estimated seconds of forwards that were spared, summed over devices.
@@ -44,6 +46,7 @@ class FitReport:
     transitions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
+    cache_hits_of_others: int = 0
     best_metric: float | None = None
     best_step: int | None = None
     training_loss: float | None = None
@@ -96,8 +99,10 @@ def cache_line(report: FitReport) -> str:
     if not report.cache_hits + report.cache_misses:
         return ""
     upgrades = report.cache_upgrades  # Counted among the misses.
+    others = report.cache_hits_of_others
+    of_others = f" ({others} from rows of other runs)" if others else ""
     parts = [
-        f"{report.cache_hits} samples read",
+        f"{report.cache_hits} samples read{of_others}",
         f"{upgrades} read and run through newly frozen layers" if upgrades else "",
         f"{report.cache_misses - upgrades} computed",
     ]

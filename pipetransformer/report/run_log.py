@@ -134,6 +134,8 @@ class RunLog:
         self._num_done = clock.step + 1
         shape = self._shape(decision)
         self.sums.add_step(result, decision, shape, num_samples)
+        if self._config.cache_keep and clock.epoch == 0:
+            self.report.cache_hits_of_others += result.cache_hits
         if self._records is not None:
             self._records.log(
                 "step",

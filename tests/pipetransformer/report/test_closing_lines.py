@@ -90,6 +90,17 @@ def test_the_end_says_what_was_saved_beside_unfrozen_steps(
     assert float(found[2]) == pytest.approx(each_s * report.samples, rel=0.01)
 
 
+def test_the_end_says_what_came_from_rows_of_other_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {"cache_keep": True, "cache_folder": tmp_path, "epochs": 2}
+    for others in (0, NUM_SAMPLES):
+        report = train(FreezeSchedule([2]), **kept)
+        assert report.cache_hits_of_others == others
+        assert report.cache_hits == NUM_SAMPLES + others
+        assert ("from rows of other runs" in "".join(capsys.readouterr())) == bool(others)
+
+
 def upgraded_at_once() -> Any:
     settings = {"pipeline_length": 1, "progress": False}
     report = train(FreezeSchedule([0, 1, 2]), **settings)
