@@ -19,39 +19,13 @@ from pipetransformer.demo import RunQueueWait
 
 def settings_of(options: RunOptions, workload: Workload) -> dict[str, Any]:
     """Return the Trainer's settings."""
-    checkpoint_every = 0 if options.plan_only else options.checkpoint_every_epochs
     return {
-        "epochs": options.num_train_epochs,
-        "max_steps": options.max_steps,
-        "global_batch_size": options.global_batch_size,
-        "learning_rate_schedule": options.lr_scheduler_type,
-        "warmup": options.warmup,
-        "layer_decay": options.layer_decay,
-        "max_grad_norm": options.max_grad_norm or None,
-        "label_smoothing": options.label_smoothing_factor,
-        "seed": options.seed,
-        "group_by_length": options.group_by_length,
-        "precision": None if options.precision == "float32" else options.precision,
-        "cache": options.cache,
+        **options.settings(),
         "cache_views": workload.num_views or None,
-        "memory_limit_bytes": options.memory_limit_bytes,
-        "pipeline_length": options.pipeline_length,
-        "max_replicas": options.max_replicas,
-        "micro_batches": options.micro_batches,
-        "scale_batch": options.scale_batch,
-        "num_workers": options.dataloader_num_workers,
         "collate_fn": workload.collate_fn,
         "compute_metrics": workload.judge,
         "metrics": {},
-        "folder": None if options.plan_only else options.output_dir,
-        "checkpoint_every_epochs": checkpoint_every,
-        "resume": "auto" if checkpoint_every else False,
-        "freeze_interval_steps": options.freeze_interval_steps,
-        "freeze_interval_share": options.freeze_interval_share,
-        "signals": options.signals,
-        "evaluate_every_epochs": options.evaluate_every_epochs or options.num_train_epochs,
         "label": workload.name,
-        "progress": not options.plan_only,
     }
 
 

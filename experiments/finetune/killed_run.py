@@ -23,7 +23,8 @@ _OPTIONS_FILE = "options.json"
 _NUM_SAMPLES = 64
 _MAY_CHANGE = {
     "output_dir", "recipe", "processes", "pipeline_length", "max_replicas", "micro_batches",
-    "memory_limit_bytes", "dataloader_num_workers", "checkpoint_every_epochs",
+    "memory_limit_bytes", "dataloader_num_workers", "checkpoint_every_epochs", "plan", "schedule",
+    "stage_workers", "activation_checkpointing", "cache_keep", "cache_folder",
 }  # fmt: skip
 """Options with which a killed run may go on: where it trains, and how often it saves."""
 

@@ -24,7 +24,7 @@ from experiments.finetune.baselines import (
 )
 from experiments.finetune.freezing import frozen_at, policy_of, refuse_rest
 from freeze import POLICY_HELP
-from pipetransformer import named_schedule
+from pipetransformer import TrainConfig, named_schedule
 from pipetransformer.processes import world_size
 
 if sys.version_info >= (3, 11):
@@ -68,11 +68,27 @@ class RunOptions:
     replay: str | None = option(None, "a run's folder, whose freeze decisions are repeated")
     group_by_length: bool = option(False, "put texts of about equal lengths into a batch")
     cache: bool = option(True, "whether the frozen layers' activations are kept")
+    cache_keep: bool = option(False, "leave them in --cache_folder for later runs")
+    cache_folder: str | None = option(
+        None, "where they are kept; this machine's memory by default"
+    )
     processes: int = option(1, "to start on this machine; torchrun starts them itself")
     memory_limit_bytes: int | None = option(None, "modelled bytes of a device slot")
     pipeline_length: int | None = option(None, "stages; the planner's choice by default")
     max_replicas: int | None = option(None, "most pipelines side by side; others stay idle")
     micro_batches: int | None = option(None, "of a step; the planner's choice by default")
+    plan: str = option("fastest", "what chooses pipelines: fastest, published or pipedream")
+    schedule: str | None = option(None, "gpipe or 1f1b; the planner's choice by default")
+    stage_workers: list[int] = field(
+        default_factory=list, metadata={"help": "processes of each stage of one pipeline: 2 1"}
+    )
+    weight_versions: str | None = option(
+        None, "no flushes: stashed, vertical_sync or double_buffered; with --max_grad_norm 0"
+    )
+    activation_checkpointing: Literal["auto", "true", "false"] = option(
+        "auto", "whether the backward computes activations again"
+    )
+    compile: bool = option(False, "compile blocks with torch.compile")
     scale_batch: bool = option(False, "let the batch grow with the replicas, as published")
     dataloader_num_workers: int = option(0, "processes that read data, for each that trains")
     checkpoint_every_epochs: int = option(0, "0 saves none; a killed run goes on from one")
@@ -88,6 +104,38 @@ class RunOptions:
     def warmup(self) -> float:
         """Return a whole number of steps, or a share of the run."""
         return int(self.warmup_steps) if self.warmup_steps % 1 == 0 else self.warmup_steps
+
+    def settings(self) -> dict[str, Any]:
+        """Return the Trainer's settings, without those that come from the task."""
+        checkpoint_every = 0 if self.plan_only else self.checkpoint_every_epochs
+        named = {name: getattr(self, name) for name in _AS_THE_TRAINERS}
+        return {
+            **named,
+            "epochs": self.num_train_epochs,
+            "learning_rate_schedule": self.lr_scheduler_type,
+            "max_grad_norm": self.max_grad_norm or None,
+            "label_smoothing": self.label_smoothing_factor,
+            "precision": None if self.precision == "float32" else self.precision,
+            "cache_folder": self.cache_folder or TrainConfig.cache_folder,
+            "stage_workers": tuple(self.stage_workers) or None,
+            "activation_checkpointing": _CHECKPOINTING[self.activation_checkpointing],
+            "num_workers": self.dataloader_num_workers,
+            "folder": None if self.plan_only else self.output_dir,
+            "checkpoint_every_epochs": checkpoint_every,
+            "resume": "auto" if checkpoint_every else False,
+            "evaluate_every_epochs": self.evaluate_every_epochs or self.num_train_epochs,
+            "progress": not self.plan_only,
+        }
+
+
+_AS_THE_TRAINERS = (
+    "max_steps", "global_batch_size", "warmup", "layer_decay", "seed", "group_by_length", "cache",
+    "cache_keep", "memory_limit_bytes", "pipeline_length", "max_replicas", "micro_batches",
+    "scale_batch", "plan", "schedule", "weight_versions", "compile", "freeze_interval_steps",
+    "freeze_interval_share", "signals",
+)  # fmt: skip
+"""Options that the Trainer has under the same names."""
+_CHECKPOINTING: Mapping[str, Any] = {"auto": "auto", "true": True, "false": False}
 
 
 def parse(kinds: tuple[type[Any], ...], arguments: Sequence[str] | None) -> tuple[Any, ...]:
@@ -185,6 +233,8 @@ def check(options: RunOptions) -> None:
         raise ValueError("--freeze and --replay both say what freezes; give one")
     _check_values(options)
     _check_baseline(options)
+    if options.baseline not in PLAIN:
+        TrainConfig(**options.settings())  # Raises as the Trainer would, before data are read.
     folder = Path(options.output_dir)
     if (folder / "summary.json").exists():
         raise ValueError(f"{folder} holds the results of another run; give a new --output_dir")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from experiments.finetune.freezing import policy_of
 from experiments.finetune.options import RunOptions, check, parse, read_recipe
 from experiments.finetune.usage import UsageError
 from freeze import FreezeSchedule, NeverFreeze, PaperRule
-from tests.helpers.smoke_runs import smoke
+from pipetransformer import TrainConfig
+from tests.helpers.smoke_runs import losses, smoke
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,9 @@ def test_what_names_no_policy_is_refused(text: str) -> None:
         (("--baseline", "ddp", "--signals", "loss"), "--signals means nothing"),
         (("--baseline", "ddp", "--freeze_interval_steps", "2"), "--freeze_interval_steps means"),
         (("--baseline", "ddp", "--freeze_interval_share", ".5"), "--freeze_interval_share means"),
+        (("--baseline", "ddp", "--plan", "published"), "--plan means nothing to --baseline ddp"),
+        (("--baseline", "ddp", "--compile"), "--compile means nothing to --baseline ddp"),
+        (("--baseline", "ddp", "--stage_workers", "1", "1"), "--stage_workers means nothing"),
         (("--patience", "2"), "--patience is for --baseline early-stop"),
         (("--lora_learning_rate", "1"), "--lora_learning_rate is for --baseline lora"),
         (("--scale_batch", "--plan_only"), "--plan_only plans for one global batch"),
@@ -114,6 +119,14 @@ def test_views_that_cannot_be_are_refused(
         (("--max_train_samples", "-5"), "--max_train_samples is -5; give at least 1"),
         (("--max_eval_samples", "0"), "--max_eval_samples is 0; give at least 1"),
         (("--max_grad_norm", "-1"), "--max_grad_norm is -1.0; give at least 0"),
+        # The Trainer's own words, before its data are there.
+        (("--plan", "slowest"), "plan is 'slowest'; choose one of 'fastest', 'published'"),
+        (("--schedule", "2f2b"), "schedule is '2f2b'; choose one of"),
+        (("--weight_versions", "all"), "weight_versions is 'all'; choose one of"),
+        (("--weight_versions", "stashed"), "leave max_grad_norm out"),
+        (("--stage_workers", "2"), r"stage_workers is \(2,\); choose None or whole numbers"),
+        (("--stage_workers", "1", "1", "--schedule", "gpipe"), "leave schedule='gpipe' out"),
+        (("--cache_keep",), "cache_keep=True would leave rows in /dev/shm"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -212,3 +225,45 @@ def test_a_rival_that_is_to_freeze_more_layers_than_there_are_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match="99 layers are to freeze, but 4 can; give fewer"):
         smoke(tmp_path / "run", *given)
+
+
+COMMON = ("--freeze", "schedule:1,2", "--num_train_epochs", "2")
+REACHED: dict[tuple[str, ...], dict[str, Any]] = {
+    ("--plan", "pipedream"): {"plan": "pipedream"},
+    ("--plan", "published"): {"plan": "published"},
+    ("--stage_workers", "1", "1", "--processes", "2"): {"stage_workers": (1, 1)},
+    ("--weight_versions", "stashed", "--max_grad_norm", "0"): {"weight_versions": "stashed"},
+    ("--activation_checkpointing", "true"): {"activation_checkpointing": True},
+    ("--activation_checkpointing", "false"): {"activation_checkpointing": False},
+    ("--schedule", "gpipe"): {"schedule": "gpipe"},
+    ("--compile",): {"compile": True},
+    ("--cache_keep", "--cache_folder", "rows"): {"cache_keep": True, "cache_folder": "rows"},
+}
+"""What is given to a script, and what the Trainer then has."""
+
+
+@pytest.mark.parametrize(("given", "settings"), REACHED.items(), ids=map(" ".join, REACHED))
+def test_an_option_is_the_trainer_s_setting(
+    given: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    (options,) = parse((RunOptions,), ("--output_dir", "x", *given))
+    check(options)
+    config = TrainConfig(**options.settings())
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [bert, vit], ids=["bert", "vit"])
+@pytest.mark.parametrize("given", REACHED, ids=" ".join)
+def test_a_run_with_the_option_learns_as_one_without(
+    tmp_path: Path, given: tuple[str, ...], script: Any
+) -> None:
+    # One stage has no delays, so its weight versions are a plain run's weights, too.
+    further = [str(tmp_path / one) if one == "rows" else one for one in given]
+    plain = [*COMMON, *(("--max_grad_norm", "0") if "--max_grad_norm" in given else ())]
+    task = "sst2" if script is bert else "cifar10"
+    found = smoke(tmp_path / "run", *COMMON, *further, script=script, task=task)
+    smoke(tmp_path / "plain", *plain, script=script, task=task)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), abs=2e-4)
+    assert found["details"]["processes"] == (2 if "--processes" in given else 1)
+    assert any((tmp_path / "rows").rglob("*")) == ("rows" in given)
