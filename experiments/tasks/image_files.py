@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,20 +78,86 @@ def read_split(name: str, data: str | None, split: str, most: int | None) -> Spl
         classes = tuple(map(str, range(NUM_CLASSES[name])))
         encoded, labels = _read_cifar(name, Path(data), split, num_classes=len(classes))
     else:
-        folder = Path(data, "train" if split == "train" else "val")
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
-        try:
-            tree = ImageTree(folder, loader=Image.open)
-        except FileNotFoundError as error:  # It has no classes, or one of them no images.
-            raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}") from error
-        classes, labels = tuple(tree.classes), np.array(tree.targets)
-        encoded = _Tree(tree)
+        encoded, labels, classes = _read_tree(Path(data), split)
     if not len(labels):
         raise ValueError(f"{data or name} has no images of {split}")
     # Files are ordered by class.
     chosen = np.random.default_rng(0).permutation(len(labels))[:most]
     return Split(_Chosen(encoded, chosen), labels[chosen], chosen, classes)
+
+
+def _read_tree(data: Path, split: str) -> tuple[Any, Any, tuple[str, ...]]:
+    """Read root/SPLIT/CLASS/IMAGE, or a flat root/val as ImageNet's archive has it.
+
+    The root is the folder, or its ILSVRC/Data/CLS-LOC, as Kaggle's archive has it.
+    """
+    root = next(
+        (one for one in (data, data / "ILSVRC/Data/CLS-LOC") if (one / "train").is_dir()), data
+    )
+    folder = root / ("train" if split == "train" else "val")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is missing; give --data, a folder with train/ and val/")
+    if split != "train" and (flat := sorted(folder.glob("ILSVRC2012_val_*.JPEG"))):
+        return _read_flat(data, flat)
+    try:
+        tree = ImageTree(folder, loader=Image.open)
+    except FileNotFoundError as error:  # It has no classes, or one of them no images.
+        unpack = "; unpack each nNNNNNNNN.tar into a folder of its name" * any(
+            folder.glob("n*.tar")
+        )
+        raise ValueError(f"{folder} is no tree of CLASS/IMAGE: {error}{unpack}") from error
+    return _Tree(tree), np.array(tree.targets), tuple(tree.classes)
+
+
+def _read_flat(data: Path, images: list[Path]) -> tuple[Any, Any, tuple[str, ...]]:
+    """Read ImageNet's validation images, whose classes stand in another file.
+
+    Raises:
+        ValueError: that file is missing, damaged, or lacks some of the images.
+    """
+    kaggle, devkit = data / "LOC_val_solution.csv", data / "ILSVRC2012_devkit_t12" / "data"
+    try:
+        if kaggle.is_file():
+            class_of = _kaggle_truth(kaggle)
+        elif devkit.is_dir():
+            class_of = _devkit_truth(devkit)
+        else:
+            raise ValueError(
+                f"{images[0].parent} has no folders of classes, and neither {kaggle} nor {devkit} "
+                "says its images' classes; add one of them"
+            )
+        found = [class_of[image.stem] for image in images]
+    except KeyError as error:
+        raise ValueError(f"{data} names no class of the image {error}") from error
+    classes = tuple(sorted(set(class_of.values())))
+    number = {name: index for index, name in enumerate(classes)}
+    return _Files(tuple(images)), np.array([number[name] for name in found]), classes
+
+
+def _kaggle_truth(path: Path) -> dict[str, str]:
+    """Return each image's class: a line has its name, and "CLASS x y x y", a box or several."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.reader(file) if row][1:]
+    if not rows or any(len(row) != 2 or not row[1].split() for row in rows):
+        raise ValueError(f"{path} is no LOC_val_solution.csv of ImageId,PredictionString")
+    return {image: boxes.split()[0] for image, boxes in rows}
+
+
+def _devkit_truth(folder: Path) -> dict[str, str]:
+    """Return the class of each image: line n of a text is that of image n, a number in meta.mat.
+
+    A meta.mat holds arrays and texts alone; reading one runs nothing.
+    """
+    from scipy.io import loadmat  # Heavy, and needed for this file alone.
+
+    truth, meta = folder / "ILSVRC2012_validation_ground_truth.txt", folder / "meta.mat"
+    try:
+        synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
+        wnid = {int(one["ILSVRC2012_ID"]): str(one["WNID"]) for one in np.atleast_1d(synsets)}
+        numbers = [int(line) for line in truth.read_text(encoding="ascii").split()]
+        return {f"ILSVRC2012_val_{n:08d}": wnid[one] for n, one in enumerate(numbers, start=1)}
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{folder} is not ILSVRC2012's devkit ({error!r})") from error
 
 
 def _read_hub(name: str, split: str) -> tuple[Any, Any, tuple[str, ...]]:
@@ -182,6 +249,14 @@ class _Tree:
     def __getitem__(self, index: int) -> Image.Image:
         image: Image.Image = self.tree[index][0]
         return image
+
+
+@dataclass(frozen=True)
+class _Files:
+    paths: tuple[Path, ...]
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return Image.open(self.paths[index])
 
 
 @dataclass(frozen=True)

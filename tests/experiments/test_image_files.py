@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 from PIL import Image
+from scipy.io import savemat
 
 from experiments.tasks.image_files import read_split
 from experiments.tasks.images import ImageSource, build_vit, image_workload, transforms
@@ -127,3 +129,72 @@ def test_a_saved_model_says_that_images_were_seen_whole(tmp_path: Path) -> None:
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
     config = timm.data.resolve_model_data_config(loaded)
     assert (config["crop_pct"], config["crop_mode"]) == (1.0, "squash")
+
+
+CLASSES = ("n01440764", "n01443537", "n02102040")
+
+
+def write_imagenet(data: Path, *, root: str = "") -> None:
+    """Write train/CLASS/IMAGE and a flat val/, as ImageNet's archives are unpacked."""
+    for number, name in enumerate(CLASSES):
+        folder = data / root / "train" / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8), (80 * number,) * 3).save(folder / f"{name}_1.JPEG")
+    (data / root / "val").mkdir()
+    for image, number in ((1, 2), (2, 0), (3, 1), (4, 2)):
+        path = data / root / "val" / f"ILSVRC2012_val_{image:08d}.JPEG"
+        Image.new("RGB", (8, 8), (80 * number,) * 3).save(path)
+
+
+def write_kaggle(data: Path) -> None:
+    lines = [f"ILSVRC2012_val_{n:08d},{CLASSES[c]} 1 2 3 4 " for n, c in ((3, 1), (1, 2), (2, 0))]
+    lines.append(f"ILSVRC2012_val_00000004,{CLASSES[2]} 1 2 3 4 {CLASSES[2]} 5 6 7 8 ")
+    (data / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *lines]))
+
+
+def write_devkit(data: Path) -> None:
+    folder = data / "ILSVRC2012_devkit_t12" / "data"
+    folder.mkdir(parents=True)
+    kinds = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("num_children", "O")]
+    # Numbers are not in the order of names; groups of classes come last.
+    rows = [(1, CLASSES[2], 0), (2, CLASSES[0], 0), (3, CLASSES[1], 0), (4, "n00001740", 3)]
+    savemat(folder / "meta.mat", {"synsets": np.array(rows, dtype=kinds)})
+    (folder / "ILSVRC2012_validation_ground_truth.txt").write_text("1\n2\n3\n1\n")
+
+
+@pytest.mark.parametrize("root", ["", "ILSVRC/Data/CLS-LOC"])
+@pytest.mark.parametrize("write_truth", [write_kaggle, write_devkit])
+def test_imagenet_is_read_as_it_is_distributed(
+    tmp_path: Path, write_truth: Callable[[Path], None], root: str
+) -> None:
+    write_imagenet(tmp_path, root=root)
+    with pytest.raises(ValueError, match="says its images' classes; add one of them"):
+        read_split("imagenet", str(tmp_path), "test", None)
+    write_truth(tmp_path)
+    for split, num in (("train", 3), ("test", 4)):
+        found = read_split("imagenet", str(tmp_path), split, None)
+        assert found.classes == CLASSES and len(found.labels) == num
+        for index, label in enumerate(found.labels):
+            assert found.encoded[index].getpixel((0, 0))[0] == pytest.approx(80 * label, abs=3)
+
+
+def test_truth_that_is_damaged_is_named(tmp_path: Path) -> None:
+    write_imagenet(tmp_path)
+    write_devkit(tmp_path)
+    truth = tmp_path / "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+    truth.write_text("1\n2\n3\n")
+    with pytest.raises(ValueError, match="names no class of the image 'ILSVRC2012_val_00000004'"):
+        read_split("imagenet", str(tmp_path), "test", None)
+    truth.write_text("1\n2\n3\n9\n")
+    with pytest.raises(ValueError, match=r"is not ILSVRC2012's devkit \(KeyError\(9\)\)"):
+        read_split("imagenet", str(tmp_path), "test", None)
+    (tmp_path / "LOC_val_solution.csv").write_text("ImageId,PredictionString\nsome,\n")
+    with pytest.raises(ValueError, match="is no LOC_val_solution.csv"):
+        read_split("imagenet", str(tmp_path), "test", None)
+
+
+def test_archives_within_the_train_archive_are_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "n01440764.tar").touch()
+    with pytest.raises(ValueError, match="unpack each nNNNNNNNN.tar into a folder of its name"):
+        read_split("imagenet", str(tmp_path), "train", None)
