@@ -1,4 +1,4 @@
-"""Fine-tune a BERT on a task of GLUE or on SQuAD 1.1: elastically, or as one of its rivals.
+"""Fine-tune a BERT on a task of GLUE or on SQuAD: elastically, or as one of its rivals.
 
     python -m experiments.bert --task sst2 --model_name_or_path bert-base-uncased \\
         --data_dir GLUE/SST-2 --freeze schedule:0,4,8 --output_dir runs/sst2
@@ -23,13 +23,18 @@ from experiments.tasks.smoke import make_glue, make_squad, make_text_model, smok
 from experiments.tasks.text_model import TextSource
 from experiments.tasks.workload import Workload
 
+_SQUADS = ("squad", "squad_v2")
+
 
 @dataclass
 class TextOptions:
     """Hold what is fine-tuned on which texts."""
 
     task: str = field(
-        metadata={"help": f"squad, or of GLUE: {', '.join(TASKS)}", "aliases": ["--task_name"]}
+        metadata={
+            "help": f"squad, squad_v2, or of GLUE: {', '.join(TASKS)}",
+            "aliases": ["--task_name"],
+        }
     )
     model_name_or_path: str | None = option(None, "a folder, or a name of the hub")
     data_dir: str | None = option(
@@ -52,11 +57,12 @@ class TextOptions:
         check_least(self, 1, "max_train_samples", "max_eval_samples")
         check_least(self, 0, "doc_stride", "held_out_samples")
         check_least(self, 3, "max_seq_length")
-        if self.task not in (*TASKS, "squad"):
-            raise ValueError(f"--task is {self.task!r}; choose squad or one of {', '.join(TASKS)}")
+        if self.task not in (*TASKS, *_SQUADS):
+            known = ", ".join((*_SQUADS, *TASKS))
+            raise ValueError(f"--task is {self.task!r}; choose one of {known}")
         if self.model_name_or_path is None and not options.smoke:
             raise ValueError("--model_name_or_path is missing; give a folder or a name of the hub")
-        if self.task == "squad":
+        if self.task in _SQUADS:
             if self.held_out_samples:
                 raise ValueError("--held_out_samples is for tasks of GLUE; leave it out")
             if self.doc_stride > self.max_seq_length // 2:
@@ -81,8 +87,8 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
         folder = smoke_folder(run_options.output_dir)
         model = str(make_text_model(folder / "model"))
         data = str(folder / "data")
-        if options.task == "squad":
-            make_squad(Path(data))
+        if options.task in _SQUADS:
+            make_squad(Path(data), unanswerable=options.task == "squad_v2")
         else:
             make_glue(options.task, Path(data))
     assert model is not None  # As `check` has seen.
@@ -95,12 +101,13 @@ def workload_of(run_options: RunOptions, options: TextOptions) -> Workload:
         run_options.seed,
         options.held_out_samples,
     )
-    if options.task == "squad":
+    if options.task in _SQUADS:
         return questions_workload(
             source,
             stride=options.doc_stride,
             num_best=options.n_best_size,
             max_answer_tokens=options.max_answer_length,
+            unanswerable=options.task == "squad_v2",
         )
     return glue_workload(options.task, source)
 

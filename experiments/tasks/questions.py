@@ -1,4 +1,4 @@
-"""Fine-tune a model that finds answers in texts on SQuAD 1.1, judged by exact match and F1.
+"""Fine-tune a model that finds answers in texts on SQuAD, judged by exact match and F1.
 
 A text that is too long is read through windows that overlap; the best span of all windows counts.
 """
@@ -35,7 +35,12 @@ from pipetransformer import EvalPrediction
 
 
 def questions_workload(
-    source: TextSource, *, stride: int, num_best: int, max_answer_tokens: int
+    source: TextSource,
+    *,
+    stride: int,
+    num_best: int,
+    max_answer_tokens: int,
+    unanswerable: bool = False,
 ) -> Workload:
     """Read SQuAD's questions.
 
@@ -43,27 +48,33 @@ def questions_workload(
         source: which model and data; the data's folder holds train*.json and dev*.json.
         stride: tokens that two windows of a text share.
         num_best, max_answer_tokens: see `best_answers`.
+        unanswerable: questions may have no answer, as in SQuAD 2.0.
     """
     tokenizer = load_tokenizer(source.model, source.max_length)
-    train = read_split(source.data, "train", source.most_train)
-    questions = read_split(source.data, "dev", source.most_eval)
+    train = read_split(source.data, "train", source.most_train, unanswerable=unanswerable)
+    questions = read_split(source.data, "dev", source.most_eval, unanswerable=unanswerable)
     entries, windows = cut(questions, tokenizer, length=source.max_length, stride=stride)
 
     def answers(prediction: Any) -> dict[str, list[Answer]]:
         logits = prediction.predictions[..., 0], prediction.predictions[..., 1]
         return best_answers(
-            questions, windows, logits, num_best=num_best, max_answer_tokens=max_answer_tokens
+            questions,
+            windows,
+            logits,
+            num_best=num_best,
+            max_answer_tokens=max_answer_tokens,
+            unanswerable=unanswerable,
         )
 
     def judge(prediction: EvalPrediction) -> dict[str, float]:
         best = {name: found[0].text for name, found in answers(prediction).items()}
-        return score(best, questions)
+        return score(best, questions, unanswerable=unanswerable)
 
     def write(_: str, prediction: Any, path: Path) -> None:
         write_answers(answers(prediction), path.parent)
 
     return Workload(
-        "squad",
+        "squad_v2" if unanswerable else "squad",
         lambda small: build_text_model(AutoModelForQuestionAnswering, source, small),
         cut(train, tokenizer, length=source.max_length, stride=stride)[0],
         entries,
@@ -108,7 +119,9 @@ def _described(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     ]
 
 
-def read_split(data: str | None, split: str, most: int | None) -> list[Question]:
+def read_split(
+    data: str | None, split: str, most: int | None, *, unanswerable: bool
+) -> list[Question]:
     """Read a split's questions from files, or from the hub.
 
     Raises:
@@ -118,13 +131,14 @@ def read_split(data: str | None, split: str, most: int | None) -> list[Question]
         from datasets import load_dataset  # Heavy, and not needed for files.
 
         name = "train" if split == "train" else "validation"
-        return list(load_dataset("rajpurkar/squad", split=name))[:most]
+        hub = "rajpurkar/squad_v2" if unanswerable else "rajpurkar/squad"
+        return list(load_dataset(hub, split=name))[:most]
     paths = sorted(Path(data).glob(f"{split}*.json"))
     if len(paths) != 1:
         raise ValueError(
             f"{data} has {len(paths)} files {split}*.json; give a --data_dir with one of each"
         )
-    return read_questions(paths[0])[:most]
+    return read_questions(paths[0], unanswerable=unanswerable)[:most]
 
 
 def cut(
@@ -139,7 +153,7 @@ def cut(
         stride: tokens that two windows of a text share.
     Returns:
         windows with the tokens at which their first right answers begin and end, both the first
-        one, the class token, where a window does not hold the whole answer; and what
+        one, the class token, where a window does not hold a whole answer; and what
         `best_answers` needs to know of them.
     Raises:
         ValueError: a question leaves a window no room for more of the text than overlaps.
@@ -160,8 +174,10 @@ def cut(
     for index, offsets in enumerate(encoded.pop("offset_mapping")):
         question = questions[of_question[index]]
         places, gold = text_offsets(offsets, encoded.sequence_ids(index)), question["answers"]
-        begin = gold["answer_start"][0]
-        first, last = answer_tokens(places, begin, begin + len(gold["text"][0]))
+        first, last = 0, 0
+        if gold["text"]:
+            begin = gold["answer_start"][0]
+            first, last = answer_tokens(places, begin, begin + len(gold["text"][0]))
         entry = {name: values[index] for name, values in encoded.items()}
         entries.append({**entry, "start_positions": first, "end_positions": last})
         windows.append({"example_id": question["id"], "offset_mapping": places})

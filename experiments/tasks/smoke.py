@@ -69,8 +69,11 @@ def make_glue(name: str, folder: Path) -> Path:
     return folder
 
 
-def make_squad(folder: Path) -> tuple[Path, Path]:
-    """Write questions with their answers in short texts, in SQuAD's format."""
+def make_squad(folder: Path, *, unanswerable: bool = False) -> tuple[Path, Path]:
+    """Write questions with their answers in short texts, in SQuAD's format.
+
+    Every third one has no answer if some are to be unanswerable.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     source, paths = random.Random(0), []
     for split, count in (("train", 24), ("dev", 12)):
@@ -79,7 +82,9 @@ def make_squad(folder: Path) -> tuple[Path, Path]:
             context = ". ".join(_sentence(source, n % 2) for n in range(4)) + "."
             answer = source.choice([word for word in context.split() if word.isalpha()])
             gold = {"text": answer, "answer_start": context.index(answer)}
-            asked = {"id": f"{split}-{number}", "question": "who was it?", "answers": [gold]}
+            is_none = unanswerable and number % 3 == 0
+            asked: dict[str, Any] = {"id": f"{split}-{number}", "question": "who was it?"}
+            asked |= {"answers": [] if is_none else [gold], "is_impossible": is_none}
             paragraphs.append({"context": context, "qas": [asked]})
         data = {"version": "1.1", "data": [{"title": "made", "paragraphs": paragraphs}]}
         paths.append(folder / f"{split}.json")

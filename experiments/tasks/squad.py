@@ -75,11 +75,11 @@ class Answer:
         return self.start_logit + self.end_logit
 
 
-def read_questions(path: str | Path) -> list[Question]:
-    """Read a file of SQuAD 1.1, one entry per question.
+def read_questions(path: str | Path, *, unanswerable: bool = False) -> list[Question]:
+    """Read a file of SQuAD 1.1, or 2.0 if questions may be unanswerable; one entry per question.
 
     Raises:
-        ValueError: the file is no such file, or has a question without an answer, as of SQuAD 2.0.
+        ValueError: the file is no such file, or one of 1.1 has a question without an answer.
     """
     try:
         articles = json.loads(Path(path).read_text(encoding="utf-8-sig"))["data"]
@@ -91,9 +91,10 @@ def read_questions(path: str | Path) -> list[Question]:
     if not questions:
         raise ValueError(f"{path} has no questions")
     for question in questions:
-        if not question["answers"]["text"]:
+        if not question["answers"]["text"] and not unanswerable:
             raise ValueError(
-                f"{path}: the question {question['id']} has no answer; give a file of SQuAD 1.1"
+                f"{path}: the question {question['id']} has no answer; give a file of SQuAD 1.1, "
+                "or --task squad_v2"
             )
     odd = [q["id"] for q in questions if not _stands_there(q)]
     if odd:
@@ -151,6 +152,7 @@ def best_answers(
     *,
     num_best: int = 20,
     max_answer_tokens: int = 30,
+    unanswerable: bool = False,
 ) -> dict[str, list[Answer]]:
     """Find the best answers to each question, over all windows of its text, the best first.
 
@@ -161,20 +163,27 @@ def best_answers(
             tokens is padding.
         num_best: how many answers, and of each window how many starts and ends to combine.
         max_answer_tokens: longest answer.
+        unanswerable: the empty answer is a candidate, too. Its logits are those of the first token
+            where their sum is lowest: the window that holds the answer denies it most.
     Returns:
         by the questions' ids; one empty answer where no window has a valid one.
     """
     found: dict[str, list[Answer]] = {one["id"]: [] for one in questions}
     context_of = {one["id"]: one["context"] for one in questions}
+    empty: dict[str, Answer] = {}
     for window, starts, ends in zip(windows, *logits, strict=True):
-        offsets = window["offset_mapping"]
+        offsets, name = window["offset_mapping"], window["example_id"]
+        none = Answer("", float(starts[0]), float(ends[0]))
+        empty[name] = min(empty.get(name, none), none, key=lambda one: one.score)
         for start in _highest(starts[: len(offsets)], num_best):
             for end in _highest(ends[: len(offsets)], num_best):
                 is_span = start <= end < start + max_answer_tokens
                 if is_span and _NOT_TEXT not in (offsets[start][0], offsets[end][0]):
-                    text = context_of[window["example_id"]][offsets[start][0] : offsets[end][1]]
-                    answer = Answer(text, float(starts[start]), float(ends[end]))
-                    found[window["example_id"]].append(answer)
+                    text = context_of[name][offsets[start][0] : offsets[end][1]]
+                    found[name].append(Answer(text, float(starts[start]), float(ends[end])))
+    if unanswerable:
+        for name, answer in empty.items():
+            found[name].append(answer)
     best = {
         name: sorted(answers, key=lambda one: one.score, reverse=True)[:num_best]
         for name, answers in found.items()
@@ -203,19 +212,40 @@ def f1(answer: str, gold: str) -> float:
     return 2 * shared / (given.total() + wanted.total()) if shared else 0.0
 
 
-def score(answers: Mapping[str, str], questions: Sequence[Question]) -> dict[str, float]:
+def score(
+    answers: Mapping[str, str], questions: Sequence[Question], *, unanswerable: bool = False
+) -> dict[str, float]:
     """Return `exact_match` and `f1` in percent, means over the questions.
 
     Each counts as with the most similar of its right answers; one without an answer counts 0.
-    Source: Rajpurkar et al., SQuAD (2016), section 6.1; version 1.1 of the data set.
+    Where questions may be unanswerable, their right answer is the empty one. Both means are then
+    also over those with an answer (HasAns_) and without (NoAns_), as far as there are any.
+    Source: Rajpurkar et al., SQuAD (2016), section 6.1; versions 1.1 and 2.0 of the data set.
     """
-    totals = {"exact_match": 0.0, "f1": 0.0}
+    found: dict[str, list[tuple[float, float]]] = {"": [], "HasAns_": [], "NoAns_": []}
     for one in questions:
-        if one["id"] in answers:
-            golds, answer = one["answers"]["text"], answers[one["id"]]
-            totals["exact_match"] += max(exact_match(answer, gold) for gold in golds)
-            totals["f1"] += max(f1(answer, gold) for gold in golds)
-    return {name: 100 * total / len(questions) for name, total in totals.items()}
+        golds, answer = one["answers"]["text"], answers.get(one["id"])
+        found["HasAns_" if golds else "NoAns_"].append(
+            (0.0, 0.0) if answer is None else _judged(answer, golds, unanswerable)
+        )
+    found[""] = found["HasAns_"] + found["NoAns_"]
+    kinds = found if unanswerable else [""]
+    return {
+        f"{kind}{name}": 100 * sum(pair[index] for pair in found[kind]) / len(found[kind])
+        for kind in kinds
+        if found[kind]
+        for index, name in enumerate(("exact_match", "f1"))
+    }
+
+
+def _judged(answer: str, golds: Sequence[str], unanswerable: bool) -> tuple[float, float]:
+    """Return an answer's exact match and F1."""
+    if unanswerable:
+        # Version 2.0 leaves out golds without a word; if none is left, to say nothing is right.
+        golds = [gold for gold in golds if normalised(gold)]
+        if not golds:
+            return (exact_match(answer, ""),) * 2
+    return max(exact_match(answer, gold) for gold in golds), max(f1(answer, g) for g in golds)
 
 
 def _questions(article: Any) -> Iterator[Question]:

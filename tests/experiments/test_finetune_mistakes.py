@@ -302,7 +302,7 @@ def test_a_script_s_folder_is_one_that_the_command_line_reads(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--task", "nosuch"), "error: --task is 'nosuch'; choose squad or one of"),
+        (("--task", "nosuch"), "error: --task is 'nosuch'; choose one of squad"),
         (("--task", "sst2", "--recipe", "nosuch"), "error: --recipe nosuch: there is no "),
         (("--task", "sst2"), "error: --model_name_or_path is missing; give a folder or a name"),
     ],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.tasks.questions import write_answers
+from experiments.tasks.smoke import make_squad
 from experiments.tasks.squad import (
     Answer,
     Question,
@@ -257,3 +258,69 @@ def test_written_answers_say_how_probable_they_are(tmp_path: Path) -> None:
     assert (best["text"], *logits) == ("two", 2, 1, 3)
     assert best["probability"] == pytest.approx(1 / (1 + math.exp(-1)))
     assert best["probability"] + other["probability"] == pytest.approx(1)
+
+
+# Of SQuAD 2.0, as its script judges them: with no gold of a word, to say nothing is right.
+UNANSWERABLE = {
+    "nothing": ("", (), 1, 1),
+    "something": ("Denver", (), 0, 0),
+    "an article is nothing": ("The", (), 1, 1),
+    "punctuation is nothing": ("?!", (), 1, 1),
+    "nothing to what has an answer": ("", ("Denver",), 0, 0),
+    "an article to what has an answer": ("the", ("Denver",), 0, 0),
+    "gold of no word": ("", ("the",), 1, 1),
+    "answer beside a gold of no word": ("Denver", ("the",), 0, 0),
+    "gold of no word beside another": ("the", ("the", "Denver"), 0, 0),
+    "part": ("Broncos", ("Denver Broncos",), 0, 2 / 3),
+    "equal": ("the Denver Broncos!", ("Broncos", "Denver Broncos"), 1, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "is_same", "overlap"), UNANSWERABLE.values(), ids=list(UNANSWERABLE)
+)
+def test_unanswerable_questions_are_judged_as_by_hand(
+    answer: str, golds: tuple[str, ...], is_same: int, overlap: float
+) -> None:
+    found = score({"q": answer}, [question("q", *golds)], unanswerable=True)
+    expected = {"exact_match": 100 * is_same, "f1": 100 * overlap}
+    kind = "HasAns_" if golds else "NoAns_"
+    assert found == pytest.approx(
+        {**expected, **{f"{kind}{name}": value for name, value in expected.items()}}
+    )
+
+
+def test_questions_with_an_answer_and_without_are_also_judged_apart() -> None:
+    questions = [question("a", "red car"), question("b", "blue"), question("c"), question("d")]
+    answers = {"a": "car", "b": "blue", "c": "", "d": "green"}
+    assert score(answers, questions, unanswerable=True) == pytest.approx(
+        {
+            "exact_match": 50, "f1": 100 * (2 / 3 + 1 + 1) / 4,
+            "HasAns_exact_match": 50, "HasAns_f1": 100 * (2 / 3 + 1) / 2,
+            "NoAns_exact_match": 50, "NoAns_f1": 50,
+        }
+    )  # fmt: skip
+
+
+def test_nothing_is_said_where_every_window_prefers_it() -> None:
+    windows: list[Window] = [{"example_id": "q", "offset_mapping": PLACES}] * 2
+    starts, ends = [logits((0, 9), (2, 3)), logits((0, 2), (2, 3))], [logits((2, 3))] * 2
+    # The second window doubts by 2 alone, and finds an answer of 6.
+    found = answers_of(starts, ends, windows, unanswerable=True)
+    assert found[0].text == "two" and Answer("", 2.0, 0.0) in found
+    starts[1] = logits((0, 7), (2, 3))
+    assert answers_of(starts, ends, windows, unanswerable=True)[0] == Answer("", 7.0, 0.0)
+    assert answers_of(starts, ends, windows)[0].text == "two"
+
+
+def test_a_file_of_version_2_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    path, _ = make_squad(tmp_path, unanswerable=True)
+    questions = read_questions(path, unanswerable=True)
+    assert [not one["answers"]["text"] for one in questions[:4]] == [True, False, False, True]
+    with pytest.raises(ValueError, match="has no answer; .* or --task squad_v2"):
+        read_questions(path)
+    # Version 2.0 keeps what would have been an answer elsewhere.
+    data = json.loads(path.read_text())
+    data["data"][0]["paragraphs"][0]["qas"][0]["plausible_answers"] = [{"text": "odd"}]
+    path.write_text(json.dumps(data))
+    assert read_questions(path, unanswerable=True) == questions
