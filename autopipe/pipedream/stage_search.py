@@ -14,7 +14,8 @@ inner is the number of machines a level below, and 1 on the innermost. Transfers
 count only if asked for.
 
 Source: PipeDream (SOSP 2019), section 3.1, as its program computes it: the program adds compute
-and sums of gradients where the paper takes the larger one and hides transfers. With parallel
+and sums of gradients. With `hidden_sums` the larger one counts, as in the paper, which hides sums
+behind compute. With parallel
 branches, a stage of a lower level may begin at a cut that does not lie below its end; like the
 program, we price it by the same difference of sums.
 
@@ -161,6 +162,7 @@ def optimize(
     activations: bool = False,
     memory_bytes: float | None = None,
     straight: bool = False,
+    hidden_sums: bool = False,
 ) -> ReplicatedPlan:
     """Return the fastest pipeline.
 
@@ -169,6 +171,7 @@ def optimize(
         activations: count the transfers of activations between stages.
         memory_bytes: limit for a stage's stashed weights and activations on a machine.
         straight: replicate no stage, and use all machines.
+        hidden_sums: of compute and sums of gradients the larger one counts, not both.
     Raises:
         ValueError: there are no levels, nothing takes time, or no pipeline fits the memory.
     """
@@ -181,7 +184,9 @@ def optimize(
     tables: list[_Level] = []
     for number, machines in enumerate(levels):
         is_last = number == len(levels) - 1
-        level = _Level(sums, compute, machines, inner, activations, memory_bytes, straight)
+        level = _Level(
+            sums, compute, machines, inner, activations, memory_bytes, straight, hidden_sums
+        )
         # Nothing lies above the last level, which so needs only pipelines of the whole graph.
         level.solve(rows=1 if is_last else len(states))
         tables.append(level)
@@ -197,16 +202,20 @@ def optimize(
         _stages(tables, 0, len(states) - 1),
         seconds,
         states[-1].compute_s,
-        data_parallel_s(states, levels),
+        data_parallel_s(states, levels, hidden_sums=hidden_sums),
     )
 
 
-def data_parallel_s(states: Sequence[CutState], levels: Sequence[Machines]) -> float:
+def data_parallel_s(
+    states: Sequence[CutState], levels: Sequence[Machines], *, hidden_sums: bool = False
+) -> float:
     """Return the seconds of a minibatch if every machine holds the whole model."""
     seconds, inner = states[-1].compute_s, 1
     for level in levels:
         moved = 4 * (level.count - 1) * states[-1].parameter_bytes
-        seconds = (seconds + moved / (level.bytes_per_s * level.count) / inner) / level.count
+        summed_s = moved / (level.bytes_per_s * level.count) / inner
+        seconds = max(seconds, summed_s) if hidden_sums else seconds + summed_s
+        seconds /= level.count
         inner = level.count
     return seconds
 
@@ -257,6 +266,7 @@ class _Level:
     activations: bool
     memory_bytes: float | None
     straight: bool
+    hidden_sums: bool
     best: Array = field(default_factory=lambda: np.empty((0, 0, 0)))
 
     def solve(self, rows: int) -> None:
@@ -300,13 +310,15 @@ class _Level:
         moved = 4 * (m - 1) * np.where(np.isinf(sums.parameters), 0.0, sums.parameters)
         synced_s = moved / (self.machines.bytes_per_s * m) / self.inner
         stash = math.ceil((self.machines.count - m) / m)
-        return self._within((self.compute + synced_s) / m, sums.saved + sums.parameters, stash)
+        return self._within(
+            self._with_sums(self.compute, synced_s) / m, sums.saved + sums.parameters, stash
+        )
 
     def _last(self, lower: NDArray[np.int64], j: int, m: int, last: NDArray[np.int64]) -> Array:
         """Return the seconds of last stages above each lower state, up to j, on `last` of m."""
         sums, rate = self.sums, self.machines.bytes_per_s * last
         compute, parameters = self.compute[lower + 1, j], sums.parameters[lower + 1, j]
-        times: Array = (compute + 4 * (last - 1) * parameters / rate) / last
+        times = self._with_sums(compute, 4 * (last - 1) * parameters / rate) / last
         versions = np.ceil((self.machines.count - m) / last)
         times = self._within(times, sums.saved[lower + 1, j] + parameters, versions)
         if self.activations:
@@ -314,6 +326,10 @@ class _Level:
             if j < len(sums.below) - 1:  # Behind the last state nothing is sent.
                 times = np.maximum(times, 2 * sums.crossing[j] / rate)
         return times
+
+    def _with_sums(self, compute: Array, summed_s: Array) -> Array:
+        both: Array = np.maximum(compute, summed_s) if self.hidden_sums else compute + summed_s
+        return both
 
     def _within(self, times: Array, stashed: Array, versions: Array | int) -> Array:
         """Return the times, but infinity for stages whose stashed versions exceed the memory."""

@@ -53,6 +53,8 @@ def predict(
         graph: what each layer costs.
         levels: of the cluster, innermost first.
         published: replicas of two stages that were chosen elsewhere; cut where they are fastest.
+    Returns:
+        the fastest as simulated comes last; no other row is faster.
     """
     states = cut_states(graph)
     sync_s = data_parallel_s(states, levels)
@@ -72,18 +74,60 @@ def predict(
             Predicted("1F1B", stages.flushed_s("1f1b", micro), name),
             Predicted("async 1F1B", stages.unflushed_s(), name),
         ]
-    choice = optimize(states, levels, activations=True)
-    seconds = sync_s
-    if choice.name != "data parallel":
-        seconds = _Stages(graph, states, choice, levels).unflushed_s()
-    rows.append(Predicted("optimizer's choice", seconds, choice.name))
+    for name, hidden_sums in (("optimizer's choice", False), ("paper's rule", True)):
+        choice = optimize(states, levels, activations=True, hidden_sums=hidden_sums)
+        seconds = sync_s
+        if choice.name != "data parallel":
+            seconds = _Stages(graph, states, choice, levels).unflushed_s()
+        rows.append(Predicted(name, seconds, choice.name))
     if published is not None and len(published) == 2:
-        cut_s = min(
-            _Stages(graph, states, _in_two(published, cut, len(states)), levels).unflushed_s()
-            for cut in range(1, len(states))
+        rows.append(
+            Predicted(
+                "published choice",
+                _fastest_cut_s(graph, states, levels, published, math.inf),
+                "-".join(map(str, published)),
+            )
         )
-        rows.append(Predicted("published choice", cut_s, "-".join(map(str, published))))
+    rows.append(_fastest(graph, states, levels, rows))
     return rows
+
+
+def _fastest(
+    graph: LayerGraph,
+    states: Sequence[CutState],
+    levels: Sequence[Machines],
+    rows: Sequence[Predicted],
+) -> Predicted:
+    """Return the fastest as simulated: of the other ways, and of all machines in two stages."""
+    best = min(rows, key=lambda row: row.seconds)
+    num_machines = math.prod(level.count for level in levels)
+    for first in range(1, num_machines):
+        replicas = (first, num_machines - first)
+        seconds = _fastest_cut_s(graph, states, levels, replicas, best.seconds)
+        if seconds < best.seconds:
+            best = Predicted("", seconds, "-".join(map(str, replicas)))
+    return replace(best, name="fastest simulated")
+
+
+def _fastest_cut_s(
+    graph: LayerGraph,
+    states: Sequence[CutState],
+    levels: Sequence[Machines],
+    replicas: Sequence[int],
+    limit_s: float,
+) -> float:
+    """Return the seconds of two stages, cut where they are fastest; infinite above a limit."""
+    whole_s, best_s = states[-1].compute_s, limit_s
+    bounds = [
+        (max(below.compute_s / replicas[0], (whole_s - below.compute_s) / replicas[1]), cut)
+        for cut, below in enumerate(states[:-1], start=1)
+    ]
+    for bound_s, cut in sorted(bounds):
+        if bound_s >= best_s:  # No stage takes less than its compute.
+            break
+        stages = _Stages(graph, states, _in_two(replicas, cut, len(states)), levels)
+        best_s = min(best_s, stages.unflushed_s())
+    return best_s if best_s < limit_s else math.inf
 
 
 def _in_two(replicas: Sequence[int], cut: int, num_states: int) -> ReplicatedPlan:

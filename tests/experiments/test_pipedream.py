@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopipe.pipedream import Machines
+from autopipe.pipedream import Machines, optimize
 from experiments.pipedream.__main__ import main
+from experiments.pipedream.clusters import CLUSTERS
+from experiments.pipedream.cuts import cut_states, trimmed
 from experiments.pipedream.drawn import all_drawn
-from experiments.pipedream.layer_graph import LayerGraph, LayerNode
+from experiments.pipedream.layer_graph import LayerGraph, LayerNode, read_graph
 from experiments.pipedream.networks import NETWORKS, build
-from experiments.pipedream.simulated import predict
+from experiments.pipedream.simulated import _in_two, _Stages, predict
 
 
 def chain(*costs: tuple[float, float]) -> LayerGraph:
@@ -75,9 +78,61 @@ def test_a_wide_last_layer_is_not_replicated() -> None:
     assert rows["optimizer's choice"].plan == "3-1"
     # Three workers share 1.2 s a minibatch, whose sums of gradients are small.
     assert rows["optimizer's choice"].seconds == pytest.approx(0.4, rel=1e-3)
+    assert rows["paper's rule"].plan == "3-1"
     assert rows["published choice"] == rows["published choice"].__class__(
         "published choice", rows["optimizer's choice"].seconds, "3-1"
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_way_is_faster_than_the_fastest_and_no_cut_is_missed(seed: int) -> None:
+    random_ = random.Random(seed)
+    costs = [(random_.uniform(0.1, 1), 10 ** random_.uniform(3, 10)) for _ in range(5)]
+    levels = [Machines(2, 1e10), Machines(2, 1e9)]
+    for named in ((1, 3), (2, 2), (3, 1)):
+        *others, fastest = predict(chain(*costs), levels, named)
+        assert fastest.name == "fastest simulated"
+        assert {"optimizer's choice", "published choice"} <= {row.name for row in others}
+        assert fastest.seconds <= min(row.seconds for row in others)
+        graph, states = chain(*costs), cut_states(chain(*costs))
+        every = [
+            _Stages(graph, states, _in_two(named, cut, 5), levels).unflushed_s()
+            for cut in range(1, 5)
+        ]
+        assert others[-1].seconds == min(every)
+
+
+PROFILES = Path(__file__).parents[3] / "shared" / "data" / "pipedream"
+
+
+@pytest.mark.skipif(not PROFILES.exists(), reason="needs PipeDream's published profiles")
+def test_plans_are_those_of_the_published_program() -> None:
+    for case in json.loads((PROFILES / "golden.json").read_text())["cases"]:
+        text = (PROFILES / f"{case['profile']}.txt").read_text()
+        levels = [
+            Machines(*level) for level in zip(case["machines"], case["bandwidth"], strict=True)
+        ]
+        plan = optimize(
+            cut_states(trimmed(read_graph(text))), levels, activations=case["activations"]
+        )
+        wanted = case.get("stages") or case["outer_stages"]
+        # On 16 machines of one level several pipelines are as fast; one of them has idle stages.
+        if case["machines"] != [16]:
+            assert [stage.to_json() for stage in plan.stages] == wanted
+        assert plan.seconds == pytest.approx(case["seconds"], rel=1e-9)
+        assert plan.single_machine_s == pytest.approx(case["single_machine_seconds"], rel=1e-9)
+        over = plan.data_parallel_s / plan.seconds
+        assert over == pytest.approx(case["over_data_parallel"], rel=1e-9)
+
+
+@pytest.mark.skipif(not PROFILES.exists(), reason="needs PipeDream's published profiles")
+def test_vgg16_is_cut_as_published_where_the_simulation_chooses() -> None:
+    graph = trimmed(read_graph((PROFILES / "vgg16.txt").read_text()))
+    rows = {row.name: row for row in predict(graph, CLUSTERS["A"], (15, 1))}
+    assert rows["optimizer's choice"].plan == "12-1-2-1"
+    assert rows["optimizer's choice"].seconds == pytest.approx(69.6e-3, abs=1e-4)
+    assert rows["fastest simulated"].plan == "15-1"
+    assert rows["fastest simulated"].seconds == pytest.approx(50.3e-3, abs=1e-4)
 
 
 def test_a_straight_pipeline_of_equal_layers_reaches_its_formulas() -> None:
