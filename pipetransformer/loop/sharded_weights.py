@@ -86,7 +86,7 @@ class ShardedWeights:
         # are not held.
         self._copies = {one: nn.Parameter(torch.empty(0), False) for one in self._shards}
         self._here = set[_Shard]()
-        self._held = dict[object, list[_Shard]]()
+        self._user: object = None
         self._idle: frozenset[Any] = frozenset()
         self._num_apart = 0
         self._prefetched = {state: _prefetched_by(state) for state in self._units}
@@ -104,28 +104,26 @@ class ShardedWeights:
 
     def holds(self, user: object) -> bool:
         """Return whether copies are held for a user."""
-        return user in self._held
+        return user is self._user
 
     def hold(self, user: object, places: Iterable[Place]) -> None:
-        """Keep whole copies of what lies there until `let_go`. Collective."""
-        self._held[user] = shards = [*dict.fromkeys(self._in(places))]
-        self._copy(shards)
+        """Keep whole copies of what lies there until another user's, or `let_go`. Collective."""
+        self._copy(user, [*dict.fromkeys(self._in(places))])
 
     def let_go(self, user: object) -> None:
-        """Free the copies that no other user holds."""
-        self._held.pop(user, None)
-        held = {one for shards in self._held.values() for one in shards}
-        for one in self._here - held:
+        """Free a user's copies."""
+        if user is not self._user:
+            return
+        for one in self._here:
             self._copies[one].data = torch.empty(0)
-        self._here &= held
+        self._here, self._user = set(), None
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have the model be whole on each rank within the block. Collective."""
         own = object()
-        self._held[own] = self._shards
         try:
-            self._copy(self._shards)
+            self._copy(own, self._shards)
             with self.apart():
                 yield
         finally:
@@ -191,19 +189,19 @@ class ShardedWeights:
     def close(self) -> None:
         """Give units their hooks back."""
         self.serve(())
-        self._held.clear()
-        self.let_go(self)
+        self.let_go(self._user)
         for table, key, hook in self._hooks:
             if isinstance(table.get(key), _UnitHook):
                 table[key] = hook
         self._hooks = []
 
-    def _copy(self, shards: Iterable[_Shard]) -> None:
-        # All ranks have the same copies, so that they ask for the same ones.
+    def _copy(self, user: object, shards: Iterable[_Shard]) -> None:
+        # Those of another user may be older than the weights, as blocks have thawed since.
+        self.let_go(self._user)
+        self._user = user
         for one in shards:
-            if one not in self._here:
-                self._copies[one].data = one.whole()
-                self._here.add(one)
+            self._copies[one].data = one.whole()
+            self._here.add(one)
 
     def _in(self, places: Iterable[Place]) -> Iterator[_Shard]:
         found = (self._at.get((id(table), name)) for table, name in places)

@@ -257,6 +257,14 @@ def test_rows_change_no_number(
             assert (run.ran[2][0] == 0) == is_last_served or run.misses[2] > 0
 
 
+@pytest.mark.parametrize("case", ["blocks thaw", slow("evaluations")])
+def test_no_row_is_of_copies_from_before_a_thaw(
+    case: str, two_ranks: Pool, tmp_path: Path
+) -> None:
+    for run in assert_as_without(two_ranks, case, (2, 0, 2), tmp_path):
+        assert run.misses[0] > 0 < run.misses[2]
+
+
 @pytest.mark.slow
 def test_a_unit_that_a_training_block_shares_is_gathered(two_ranks: Pool, tmp_path: Path) -> None:
     case = "several blocks a unit"
