@@ -98,7 +98,7 @@ class RowBatches:
         self._weights = weights = known.weights
         watch = self._are_edited if weights is not None else None
         prefix = FrozenPrefix(self._task, known.run_blocks, watch)
-        self._places, self._versions, self._values = list[Place](), list[tuple[int, int]](), 0
+        self._places, self._versions, self._values = list[Place](), list[tuple[int, ...]](), 0
         self.feed = SampleFeed(
             prefix,
             world,

@@ -154,11 +154,12 @@ class ShardedWeights:
             for module, kind in kinds:
                 module.__class__ = kind
 
-    def versions(self, places: Iterable[Place]) -> list[tuple[int, int]]:
+    def versions(self, places: Iterable[Place]) -> list[tuple[int, ...]]:
         """Return what tells whether somebody has written into what lies there."""
         found = [self._at.get((id(table), name)) or table[name] for table, name in places]
         return [
-            (one.local.data_ptr(), one.parameter._version)
+            # What is written through `to_local` counts for that alone.
+            (one.local.data_ptr(), one.local._version, one.parameter._version)
             if isinstance(one, _Shard)
             else (one.data_ptr(), one._version)
             for one in found

@@ -123,6 +123,11 @@ def begin_step(case: str, epoch: int, step: int, blocks: list[nn.Module], batch:
     if case == "edited weights" and (epoch, step) == (2, 1):
         with torch.no_grad():
             blocks[0].get_parameter("mlp.up_proj.weight").mul_(1.5)
+    if case == "a part edited on one rank" and (epoch, step) == (2, 1):
+        if torch.distributed.get_rank():
+            with torch.no_grad():
+                part: Any = blocks[0].get_parameter("mlp.up_proj.weight")
+                part.to_local().mul_(1.5)
     if case == "a batch changed on one rank" and step == 1 and torch.distributed.get_rank():
         batch["input_ids"] = torch.where(torch.arange(LENGTH) == 2, 3, batch["input_ids"])
 
@@ -243,6 +248,7 @@ def test_blocks_from_rows_are_neither_gathered_nor_run(two_ranks: Pool, tmp_path
         slow("a label corrected on one rank", True),
         slow("weights edited on one rank without a trace", True),
         slow("edited weights", False),
+        slow("a part edited on one rank", False),
         slow("a batch changed on one rank", False),
     ],
 )
