@@ -288,6 +288,7 @@ class RowBatches:
     def _fetch_anew(self, ids: Tensor, epoch: int) -> dict[str, Tensor]:
         if self._weights is None:
             return self.feed.fetch(ids, epoch=epoch, keeps=True)
+        self._weights.let_others_go(self)  # Theirs may be newer than what our stamps say.
         try:
             batch = self.feed.fetch(ids, epoch=epoch, keeps=True)
         except NotHereError:
@@ -303,6 +304,9 @@ class RowBatches:
         if weights.is_apart or weights.holds(self):
             return
         if not all_agree(has_rows, self._world.group):
+            if self._are_edited():
+                # Rows of these copies are of no use once the weights are what they were.
+                self.feed.prefix.begin_edition()
             weights.hold(self, self._places)
 
     def notice_changes(self) -> None:

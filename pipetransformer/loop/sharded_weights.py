@@ -118,6 +118,11 @@ class ShardedWeights:
             self._copies[one].data = torch.empty(0)
         self._here, self._user = set(), None
 
+    def let_others_go(self, user: object) -> None:
+        """Free the copies of all but one."""
+        if user is not self._user and not self.is_apart:
+            self.let_go(self._user)
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have the model be whole on each rank within the block. Collective."""

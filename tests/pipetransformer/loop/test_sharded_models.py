@@ -166,6 +166,7 @@ def built(case: str) -> Any:
 def loop(case: str, plan: tuple[int, ...], folder: Path | None) -> Run:
     """Train on this rank, with rows in a folder or without."""
     model, dataset, found = built(case), texts(), Run()
+    dataset *= 6 if case == "edited for an evaluation and a while" else 1  # Not all at once.
     blocks, loader = shard(model, case), loader_of(case, dataset)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     limit = {"cache_limit_bytes": 2500} if case == "rows of some samples alone" else {}
@@ -179,6 +180,8 @@ def loop(case: str, plan: tuple[int, ...], folder: Path | None) -> Run:
                 if step == 0:  # Behind looks at the model.
                     ran[:] = [0] * len(ran)
                 begin_step(case, epoch, step, blocks, batch)
+                if case == "edited for an evaluation and a while" and epoch == 0:
+                    found.losses += edited_a_while(step, len(loader), model, cached, dataset[:4])
                 found.losses.append(train_step(case, step, model, optimizer, batch))
         found.gathered.append(gathered)
         found.ran.append(ran)
@@ -190,6 +193,15 @@ def loop(case: str, plan: tuple[int, ...], folder: Path | None) -> Run:
         cached.close()
     found.weights = whole_weights(model)
     return found
+
+
+def edited_a_while(step: int, num: int, model: Any, cached: Any, dataset: Any) -> list[float]:
+    """Double a frozen weight from an epoch's first step to its last, and evaluate with it."""
+    if step not in (0, num - 1):
+        return []
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(0.5 if step else 2)
+    return [] if step else evaluated(model, cached, dataset)
 
 
 def evaluated(model: Any, cached: Any, dataset: Any) -> list[float]:
@@ -261,6 +273,13 @@ def test_rows_change_no_number(
         if case != "evaluations":  # Half of these have no rows.
             assert (run.gathered[2][:2] == [0, 0]) == is_last_served
             assert (run.ran[2][0] == 0) == is_last_served or run.misses[2] > 0
+
+
+@pytest.mark.slow
+def test_no_row_of_weights_that_were_others_for_a_while_is_read(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    assert_as_without(two_ranks, "edited for an evaluation and a while", (2, 2), tmp_path)
 
 
 @pytest.mark.parametrize("case", ["blocks thaw", slow("evaluations")])
