@@ -5,7 +5,9 @@ prefix_cache: one fetch
   │     store            rows in a file, or in memory
   │     device_store     rows on a GPU ─► behind
   │     behind           rows of another store, which a thread writes
+  │     tiered_store     rows of several stores
   │     kept_store       rows kept between runs ─► row_sets ─► store
+  ├─► row_reader ─► tiered_store
   ├─► sample_checks ─► row_content ─► digests
   └─► prefix_chunks ─► uploads
 stamp: what rows have passed through
@@ -22,12 +24,13 @@ from autocache.row_content import DIGEST, HIDDEN, Positions, RowContent, by_posi
 from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowStore
+from autocache.tiered_store import TieredStore
 from autocache.uploads import Uploader
 from autocache.write_behind import WriteBehind
 
 __all__ = [
     "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
     "NamelessFilesError", "OpenSet", "Positions", "PrefixCache", "RowContent", "RowField",
-    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "Uploader", "WriteBehind",
-    "by_position", "chain_hash", "device_bytes", "fingerprint", "own_lengths",
+    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "TieredStore", "Uploader",
+    "WriteBehind", "by_position", "chain_hash", "device_bytes", "fingerprint", "own_lengths",
 ]  # fmt: skip

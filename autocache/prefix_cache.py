@@ -26,9 +26,7 @@ Source: AutoCache, PipeTransformer section 3.4. Ours never asks the dataset for 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,7 +35,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore, RowRead
+from autocache.activation_store import ActivationStore
 from autocache.prefix_chunks import (
     NOTHING,
     ChunkedLayers,
@@ -54,11 +52,10 @@ from autocache.prefix_chunks import (
 )
 from autocache.prefix_rows import PrefixRows
 from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
+from autocache.row_reader import reader_of
 from autocache.sample_checks import SampleChecks
 
 Load: TypeAlias = Callable[[Tensor], dict[str, Tensor]]
-_NUM_BUFFERS = 3
-"""One for this read, one for the read before, whose rows are still in use, one for the next."""
 
 
 @dataclass
@@ -139,7 +136,7 @@ class PrefixCache:
     ) -> None:
         self._layers = ChunkedLayers(run_layers, chunk_size, device=device)
         self._rows = PrefixRows(store, content, stamps)
-        self._reader = None if store is None else RowReader(store, device=device)
+        self._reader = None if store is None else reader_of(store, device=device)
         self._checks = SampleChecks(store, content, known)
         self._content, self._stats, self._reads = content, CacheStats(), 0
 
@@ -379,118 +376,3 @@ class PrefixCache:
             hidden = self._layers.run(batch, first, last)
         kept = {name: batch[name] for name in self._content.keep if name in batch}
         return {HIDDEN: hidden, **kept}
-
-
-@dataclass
-class _Buffers:
-    """Hold memory that rows are read into; `sent` is when the last ones have reached the GPU."""
-
-    rows: dict[str, Tensor]
-    sent: torch.cuda.Event | None = None
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    row_ids: Tensor
-    stamps: tuple[int, ...]
-    read: Future[RowRead]
-
-
-class RowReader:
-    """Read rows into memory that is used again and again, and ahead of the step where that helps.
-
-    step          t: fetch      computes ........  t + 1: fetch   computes ........
-    thread               reads t + 1                      reads t + 2
-
-    Activations go to the device; on a GPU the thread sends them, on its own stream. Other fields
-    stay in host memory.
-    """
-
-    def __init__(self, store: ActivationStore, *, device: torch.device) -> None:
-        self._store, self._device = store, device
-        on_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if on_cuda else None
-        self._buffers: deque[_Buffers] = deque(maxlen=_NUM_BUFFERS)
-        self._thread: ThreadPoolExecutor | None = None
-        self._ahead: _Ahead | None = None
-
-    def read(self, row_ids: Tensor, stamps: tuple[int, ...]) -> RowRead:
-        """Read rows; they are the caller's until the read after the next."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            read = ahead.read.result()
-            is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
-            if is_asked_for and not self._store.is_condemned():
-                self._store.warn_of_damage(read)
-                return self._handed_over(read)
-            self._give_back()
-        into = self._next_buffers(len(row_ids))
-        read = self._store.read(row_ids, stamps, into=into.rows)
-        return self._handed_over(self._sent(read, into))
-
-    def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
-        """Have a thread read what `read` will be asked for next, where that saves time."""
-        if not self._store.reads_ahead:
-            return
-        self.forget()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        into = self._next_buffers(len(row_ids))
-
-        def read() -> RowRead:
-            found = self._store.read(row_ids, stamps, into=into.rows, in_background=True)
-            return self._sent(found, into)
-
-        self._ahead = _Ahead(row_ids, stamps, self._thread.submit(read))
-
-    def close(self) -> None:
-        self.forget()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-
-    def forget(self) -> None:
-        """Drop what was read ahead."""
-        if self._ahead is not None:
-            self._ahead.read.result()
-            self._ahead = None
-            self._give_back()
-
-    def _sent(self, read: RowRead, buffers: _Buffers) -> RowRead:
-        """Begin to send the activations to the device, unless they are there."""
-        buffers.sent = None
-        if read.rows[HIDDEN].device.type == self._device.type:
-            return read
-        with torch.cuda.stream(self._stream):
-            read.rows[HIDDEN] = read.rows[HIDDEN].to(self._device, non_blocking=True)
-        if self._stream is not None:
-            buffers.sent = torch.cuda.Event()
-            buffers.sent.record(self._stream)
-        return read
-
-    def _handed_over(self, read: RowRead) -> RowRead:
-        """Give rows to the current stream: the GPU waits for them, the host does not."""
-        sent = self._buffers[-1].sent
-        if sent is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(sent)
-            # Else the allocator may give their memory away while this stream still reads it.
-            read.rows[HIDDEN].record_stream(current)
-        return read
-
-    def _give_back(self) -> None:
-        """Let memory that was read into for nothing be the next to be read into."""
-        self._buffers.rotate(1)
-
-    def _next_buffers(self, num: int) -> _Buffers:
-        """Return memory for `num` rows, which the read before the last no longer needs."""
-        oldest = self._buffers[0] if len(self._buffers) == _NUM_BUFFERS else None
-        if oldest is None or min(map(len, oldest.rows.values())) < num:
-            rows = self._store.buffers(num, pinned=self._stream is not None)
-            self._buffers.append(_Buffers(rows))
-        else:
-            self._buffers.rotate(-1)
-            if oldest.sent is not None:
-                # Two reads later the copy to the GPU has long ended; only to be sure.
-                oldest.sent.synchronize()
-        return self._buffers[-1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache import ActivationStore, DeviceStore, device_bytes
+from autocache import ActivationStore, DeviceStore, TieredStore, device_bytes
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, Positions, RowContent
@@ -125,12 +125,17 @@ def test_what_is_behind_a_row_s_length_reads_as_zeros() -> None:
     assert_rows_equal(mine, theirs)
 
 
-def as_rows(samples: Samples, content: RowContent, *, on_device: bool) -> ActivationStore:
+def as_rows(samples: Samples, content: RowContent, place: str) -> ActivationStore:
     one = {name: entry[:1] for name, entry in samples.entries.items()}
     layout = content.layout(one, torch.empty(1, NUM_TOKENS, WIDTH))
-    if on_device:
-        return DeviceStore(layout, NUM_SAMPLES - 5, device=CPU)
-    return RowStore.in_memory(layout, NUM_SAMPLES - 5)
+    num_on_device = {"device": NUM_SAMPLES - 5, "tiers": 8, "memory": 0}[place]
+    num_in_memory = NUM_SAMPLES - 5 - num_on_device
+    tiers: dict[str, ActivationStore] = {}
+    if num_on_device:
+        tiers["device"] = DeviceStore(layout, num_on_device, device=CPU)
+    if num_in_memory:
+        tiers["memory"] = RowStore.in_memory(layout, num_in_memory)
+    return TieredStore(tiers) if len(tiers) > 1 else tiers[place]
 
 
 WITH_LENGTHS = Positions("mask", (HIDDEN, "pixels", "mask"), most=NUM_TOKENS)
@@ -147,12 +152,13 @@ WITH_LENGTHS = Positions("mask", (HIDDEN, "pixels", "mask"), most=NUM_TOKENS)
     ids=["as computed", "rounded", "unequal lengths", "int8 of unequal lengths"],
 )
 @pytest.mark.parametrize("seed", [0, slow(1)])
+@pytest.mark.parametrize("place", ["device", "tiers"])
 def test_fetches_through_freezes_and_thaws_are_those_of_a_store_in_host_memory(
-    content: RowContent, seed: int
+    content: RowContent, seed: int, place: str
 ) -> None:
     found: list[list[dict[str, Tensor]]] = []
     counts, asked = [], []
-    for on_device in (True, False):
+    for where in (place, "memory"):
         prefix, samples = Prefix(seed), Samples()
         if content.positions is not None:
             # Here a mask's zeros are padding, which no layer looks at.
@@ -165,7 +171,7 @@ def test_fetches_through_freezes_and_thaws_are_those_of_a_store_in_host_memory(
                 return run({**batch, "mask": ~batch["mask"]}, first, last)
         else:
             run_layers = prefix.run_layers
-        store = as_rows(samples, content, on_device=on_device)
+        store = as_rows(samples, content, where)
         stamps = prefix.stamps(NUM_LAYERS)
         cache = PrefixCache(
             run_layers,
@@ -197,11 +203,12 @@ def test_fetches_through_freezes_and_thaws_are_those_of_a_store_in_host_memory(
         assert_rows_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("place", ["device", "tiers"])
 def test_a_sample_that_differs_condemns_the_store_at_once(
-    caplog: pytest.LogCaptureFixture,
+    place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefix, samples, content = Prefix(), Samples(), RowContent(KEEP, checks_every=True)
-    store = as_rows(samples, content, on_device=True)
+    store = as_rows(samples, content, place)
     cache = PrefixCache(
         prefix.run_layers,
         chunk_size=CHUNK_SIZE,

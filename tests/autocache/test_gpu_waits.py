@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache import ActivationStore, DeviceStore
-from autocache import prefix_cache as reader_module
-from autocache.prefix_cache import PrefixCache, RowReader
+from autocache import ActivationStore, DeviceStore, TieredStore
+from autocache import row_reader as reader_module
+from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
+from autocache.row_reader import RowReader
 from autocache.store import RowStore
 from autocache.write_behind import WriteBehind
 from tests.helpers.cached import (
@@ -37,7 +38,7 @@ SIZE = 4
 """Of a batch, and of a chunk."""
 
 
-KINDS = ("host", "device")
+KINDS = ("host", "device", "tiers")
 
 
 class OneGpu:
@@ -62,6 +63,9 @@ class OneGpu:
         layout = CONTENT.layout(one, torch.empty(1, NUM_TOKENS, WIDTH))
         if kind == "device":
             return DeviceStore(layout, 20, device=CUDA)
+        if kind == "tiers":
+            file = WriteBehind(RowStore.in_memory(layout, 13), device=CUDA)
+            return TieredStore({"cuda:0": DeviceStore(layout, 7, device=CUDA), "memory": file})
         return WriteBehind(RowStore.in_memory(layout, 20), device=CUDA)
 
     def fetch(
@@ -115,14 +119,16 @@ def test_a_warm_fetch_launches_a_copy_and_a_choice_of_rows_at_most(one_gpu: OneG
     for ahead in (None, ids):
         one_gpu.fetch(ids, 2, ahead=ahead)
     _, launches = one_gpu.fetch(ids, 2)
-    assert sum(launches.values()) <= 2, launches
+    # Of two tiers each has these, and both are put into the batch's order by one index.
+    assert sum(launches.values()) <= (6 if isinstance(one_gpu.store, TieredStore) else 2), launches
 
 
 def test_a_full_chunk_is_sent_as_it_is_and_each_entry_once(one_gpu: OneGpu) -> None:
     _, launches = one_gpu.fetch(torch.arange(SIZE), 2)
     assert "index_select" not in launches and "cat" not in launches
-    rows_places = isinstance(one_gpu.store, DeviceStore)
-    assert launches["_to_copy"] == len(one_gpu.samples.entries) + rows_places
+    # A device's rows are written at their places, and those of a tier are chosen first.
+    num_indices = {DeviceStore: 1, TieredStore: 3}.get(type(one_gpu.store), 0)
+    assert launches["_to_copy"] == len(one_gpu.samples.entries) + num_indices
 
 
 @pytest.mark.parametrize("one_gpu", ["host"], indirect=True)

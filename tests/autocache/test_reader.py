@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autocache.layout import RowField, RowLayout
-from autocache.prefix_cache import RowReader
 from autocache.row_content import HIDDEN
+from autocache.row_reader import RowReader
 from autocache.store import RowStore
 
 NUM_ROWS, WIDTH = 12, 1 << 16

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache import ActivationStore, DeviceStore
+from autocache import ActivationStore, DeviceStore, TieredStore
 from autocache import store as store_module
 from autocache.layout import RowField, RowLayout
 from autocache.store import NamelessFilesError, RowStore
@@ -48,11 +48,18 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStore]:
         yield made
 
 
-@pytest.fixture(params=["named", "nameless", "device"])
+@pytest.fixture(params=["named", "nameless", "device", "tiers"])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ActivationStore]:
-    """Make a store in a file, or on a device, which here is the host's memory."""
+    """Make a store in a file, on a device, which here is the host's memory, or in both."""
     if request.param == "device":
         made: ActivationStore = DeviceStore(LAYOUT, NUM_ROWS, device=CPU)
+    elif request.param == "tiers":
+        made = TieredStore(
+            {
+                "cpu": DeviceStore(LAYOUT, 5, device=CPU),
+                str(tmp_path): RowStore.create(tmp_path / "rows", LAYOUT, NUM_ROWS - 5),
+            }
+        )
     elif request.param == "named":
         made = RowStore.create(tmp_path / "rows", LAYOUT, NUM_ROWS)
     elif sys.platform == "linux":
