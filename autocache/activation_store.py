@@ -105,8 +105,8 @@ class ActivationStore(ABC):
         For the fetching thread, and beside it for the one that reads ahead, with `in_background`.
 
         Rows are copied `into` tensors from `buffers`, for B rows or more: fresh memory costs as
-        much as the copy. In the background torch's threads are left alone, and nothing is warned
-        of, see `warn_of_damage`.
+        much as the copy. What these hold for rows that are not found stays there. In the
+        background torch's threads are left alone, and nothing is warned of, see `warn_of_damage`.
         """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 step          t: fetch      computes ........  t + 1: fetch   computes ........
 thread               reads t + 1                      reads t + 2
 
-A store of several tiers has a reader for each. So rows of a file are read by its thread, and those
+A store with a tier on a GPU has a reader for each tier. So a file's rows are read ahead, and those
 on the GPU when the step asks for them:
 
 step          t + 1: rows on the GPU, rows that were read ahead ─► in the batch's order
@@ -170,6 +170,6 @@ class TieredReader:
 
 def reader_of(store: ActivationStore, *, device: torch.device) -> RowReader | TieredReader:
     """Return what reads a store's rows."""
-    if isinstance(store, TieredStore):
+    if isinstance(store, TieredStore) and store.has_device:
         return TieredReader(store, device=device)
     return RowReader(store, device=device)

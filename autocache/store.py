@@ -45,6 +45,8 @@ from autocache.rooms import Rooms, starts_of
 
 _BLOCK_BYTES = 1 << 21
 """Bytes copied before they are summed: few enough to be in the CPU's cache still."""
+_SHORT_WORDS = 1 << 10
+"""Of a field that is copied and summed faster as a whole than by a call for each row."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -412,17 +414,15 @@ class RowStore(ActivationStore):
         in_background: bool,
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
-        # Unwanted rows repeat a wanted one: it is in the CPU's cache, and one call copies all.
-        source = np.where(found, places, places.max(initial=0, where=found))
-        sums, rows, any_found = np.zeros(len(places), np.uint64), {}, bool(found.any())
+        source, sums, rows = places, np.zeros(len(places), np.uint64), {}
         for (field, words, factors), own in zip(self._parts, own_words, strict=True):
             copied = buffers[field.name][: len(places)]
-            if any_found:
-                # The length of a row that was not found may be any, and lead anywhere.
-                own = None if own is None else own * found
-                sums += copy_out(source, words, copied, own, factors, in_background=in_background)
-                if own is not None and field is not self._parts[-1][0]:
-                    source = source + units_of(own)
+            if own is None and found.all():
+                sums += copy_out(source, words, copied, factors, in_background=in_background)
+            else:
+                sums += copy_some_out(source, words, copied, factors, found=found, own=own)
+            if own is not None and field is not self._parts[-1][0]:
+                source = source + units_of(own)
             values = copied.view(field.dtype)
             # A field whose bytes are no whole words is filled up behind its last value.
             if (num_values := math.prod(field.shape)) < values.shape[1]:
@@ -435,7 +435,6 @@ def copy_out(
     source: np.ndarray,
     words: Tensor,
     out: Tensor,
-    own: np.ndarray | None,
     factors: np.ndarray,
     *,
     in_background: bool = False,
@@ -445,18 +444,10 @@ def copy_out(
     Args:
         source: (B,) row numbers in the file.
         words, out: the file's (rows, words), and (B, words), int64.
-        own: (B,) words that each row has, the others become 0; None where all have all.
         factors: (words,) uint64.
     """
     checks = np.empty(len(out), np.uint64)
-    table, rows = words.numpy(), out.numpy()
-    copied = rows.view(np.uint64)
-    if own is not None:
-        for row, slot, num in zip(rows, source.tolist(), own.tolist(), strict=True):
-            row[:num] = table[slot, :num]
-            row[num:] = 0
-        return np.matmul(copied, factors, out=checks)
-    index = torch.from_numpy(source)
+    table, rows, index = words.numpy(), out.numpy(), torch.from_numpy(source)
     step = max(1, _BLOCK_BYTES // max(1, out.shape[1] * WORD_BYTES))
     for part in (slice(start, start + step) for start in range(0, len(out), step)):
         if in_background:
@@ -466,8 +457,42 @@ def copy_out(
                 row[:] = table[slot]
         else:
             torch.index_select(words, 0, index[part], out=out[part])
-        np.matmul(copied[part], factors, out=checks[part])
+        np.matmul(rows[part].view(np.uint64), factors, out=checks[part])
     return checks
+
+
+def copy_some_out(
+    source: np.ndarray,
+    words: Tensor,
+    out: Tensor,
+    factors: np.ndarray,
+    *,
+    found: np.ndarray,
+    own: np.ndarray | None,
+) -> np.ndarray:
+    """Copy the rows that were found, see `copy_out`; the others stay as they are in `out`.
+
+    Args:
+        found: (B,) bool.
+        own: (B,) words that each row has, the others become 0; None where all have all.
+    """
+    table, rows = words.numpy().view(np.uint64), out.numpy().view(np.uint64)
+    # The place and length of a row that was not found may be any, and lead anywhere.
+    (places,) = found.nonzero()
+    slots, num_words = source[places], rows.shape[1]
+    is_short = num_words <= _SHORT_WORDS
+    if is_short and own is None:
+        rows[places] = table[slots]
+        return np.matmul(rows, factors)
+    checks = np.zeros(len(out), np.uint64)
+    nums = np.full(len(places), num_words) if own is None else own[places]
+    for place, slot, num in zip(places.tolist(), slots.tolist(), nums.tolist(), strict=True):
+        row = rows[place]
+        row[:num] = table[slot, :num]
+        row[num:] = 0
+        if not is_short:
+            checks[place] = np.dot(row[:num], factors[:num])
+    return np.matmul(rows, factors) if is_short else checks
 
 
 def copy_in(

@@ -47,6 +47,8 @@ class TieredStore(ActivationStore):
     Args:
         tiers: by the name of their place, rows of one layout each. Those that other processes
             share come last.
+    Attributes:
+        has_device: whether a tier lies on a device.
     Raises:
         ValueError: there is no tier, or the tiers' layouts differ.
     """
@@ -58,6 +60,7 @@ class TieredStore(ActivationStore):
             raise ValueError(f"tiers have the layouts {layouts}; give tiers of one layout")
         super().__init__(self.tiers[0].layout, sum(tier.num_rows for tier in self.tiers))
         self.reads_ahead = any(tier.reads_ahead for tier in self.tiers)
+        self.has_device = not all(tier.reads_ahead for tier in self.tiers)
 
     def parts(self, ids: Tensor) -> list[TierPart]:
         """Return the tiers that a batch has rows in, the first for a batch without rows.
@@ -107,13 +110,24 @@ class TieredStore(ActivationStore):
     def read(
         self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
     ) -> RowRead:
-        """Read rows into new memory; "hidden" is where the first tier has it."""
+        """Read rows; where a tier lies on a device, "hidden" is there, all in new memory."""
         parts = self.parts(ids)
-        reads = [
-            self.tiers[part.tier].read(part.ids, stamps, in_background=in_background)
-            for part in parts
-        ]
-        return joined(parts, reads)
+        if len(parts) == 1 or self.has_device:
+            into = into if len(parts) == 1 else None
+            reads = [
+                self.tiers[one.tier].read(one.ids, stamps, into=into, in_background=in_background)
+                for one in parts
+            ]
+            return joined(parts, reads)
+        into = self.buffers(len(ids)) if into is None else into
+        depth, num_corrupt = torch.zeros_like(ids), 0
+        for part in parts:
+            # The others have no row here, so what other tiers read of them stays.
+            tier = self.tiers[part.tier]
+            own = torch.full_like(ids, tier.num_rows).index_copy_(0, part.positions, part.ids)
+            read = tier.read(own, stamps, into=into, in_background=in_background)
+            depth, num_corrupt = depth + read.depth, num_corrupt + read.num_corrupt
+        return RowRead(depth, read.rows, num_corrupt)
 
     def expect(self, ids: Tensor) -> None:
         for part in self.parts(ids):

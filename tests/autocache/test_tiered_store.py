@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from autocache import ActivationStore, DeviceStore, RowLayout, RowStore, TieredStore, WriteBehind
+from autocache import (
+    ActivationStore,
+    DeviceStore,
+    RowField,
+    RowLayout,
+    RowStore,
+    TieredStore,
+    WriteBehind,
+)
 from autocache.row_reader import reader_of
 from tests.helpers.cached import CPU, LAYOUT, NUM_ROWS, assert_rows_equal, make_rows
 
@@ -137,4 +145,29 @@ def test_rows_of_a_file_are_read_ahead_and_those_of_a_device_when_they_are_asked
             assert_rows_equal(rows, make_rows(ids[there]))
     assert len(caplog.messages) == is_damaged
     reader.close()
+    store.close()
+
+
+@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize("width", [3, 1 << 12])
+def test_tiers_in_host_memory_are_read_into_one_place_without_a_copy(
+    varies: bool, width: int
+) -> None:
+    fields = (RowField("hidden", (3, width), torch.float32, varies), *LAYOUT.fields[1:])
+    layout, ids = RowLayout(fields), torch.arange(NUM_ROWS)
+    store = TieredStore({str(num): RowStore.in_memory(layout, num) for num in (3, 4, 5)})
+    written, lengths = make_rows(ids, layout), ids % 3 + 1
+    if varies:
+        written["hidden"][torch.arange(3) >= lengths[:, None]] = 0
+    store.write(ids[:-2], 3, {n: row[:-2] for n, row in written.items()}, lengths[:-2])
+    into, asked = store.buffers(NUM_ROWS + 1), torch.tensor([11, 3, 0, 7, 9, 7, 10, 40])
+    into["hidden"].fill_(5)
+    for in_background in (False, True):
+        read = store.read(asked, [3], into=into, in_background=in_background)
+        assert read.depth.tolist() == [0, 1, 1, 1, 1, 1, 0, 0]
+        there = read.depth > 0
+        rows = {name: row[there] for name, row in read.rows.items()}
+        assert_rows_equal(rows, {name: row[asked[there]] for name, row in written.items()})
+        assert read.rows["hidden"].data_ptr() == into["hidden"].data_ptr() or width == 3
+        assert (into["hidden"][: len(asked)][~there] == 5).all()
     store.close()
