@@ -208,8 +208,9 @@ class TrainConfig:
     """Keep the frozen prefix's activations where reading them is faster than computing them."""
     cache_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where cached activations lie: "cpu" is a file, "cuda" the GPU's memory. Each of several
-    processes has its own GPU memory: after a shuffle it lacks what the others computed. "auto" is
-    the GPU for a single process, if all rows fit into half of what is free there at the peak."""
+    processes has its own GPU memory: after a shuffle it lacks what the others computed. "auto"
+    gives a single process as many rows on the GPU as fit into half of what is free there at the
+    peak. The others are in the file."""
     cache_check: Literal["sampled", "all"] = "sampled"
     """Whether the rows that are read are compared with the data set's present samples. "sampled"
     compares one row in four in the first pass over the rows. Each later pass compares other rows,

@@ -1,9 +1,11 @@
-"""Choose where a cache's rows lie: in a GPU's memory, or in a file that a node shares.
+"""Choose where a cache's rows lie: in a GPU's memory, in a file that a node shares, or in both.
 
 cache_device    one process, all rows fit    one process, they do not    several processes
-"auto"          GPU                          file                        file
-"cuda"          GPU                          file, with a warning        each its own GPU
+"auto"          GPU                          GPU and file                file
+"cuda"          GPU                          as "auto", with a warning   each its own GPU
 "cpu"           file                         file                        file
+
+A GPU with room for less than a tenth of the rows has none.
 
 One process creates a node's file, and all of the node open it. It has no name where the platform
 allows that, and loses its name at once elsewhere, so a run that dies leaves nothing behind. Places
@@ -38,6 +40,7 @@ from autocache import (
     NamelessFilesError,
     RowLayout,
     RowStore,
+    TieredStore,
     WriteBehind,
     device_bytes,
 )
@@ -81,7 +84,8 @@ def share_store(
     num_rows: int,
     *,
     limit_bytes: int | None = None,
-) -> RowStore | None:
+    num_elsewhere: int = 0,
+) -> tuple[RowStore | None, str]:
     """Create a store on every node, with fewer rows where one lacks room for all. Collective.
 
     The default folder is replaced by that of temporary files where it is too small, as /dev/shm
@@ -89,8 +93,9 @@ def share_store(
 
     Args:
         limit_bytes: the most that unequal rows take.
+        num_elsewhere: rows that lie in a faster place.
     Returns:
-        None on all ranks where a node has no room for a tenth of the rows.
+        None on all ranks where a node has no room for a tenth of the rows; and the folder.
     """
     places = [Path(folder)]
     if places[0] == Path(TrainConfig.cache_folder):
@@ -103,7 +108,8 @@ def share_store(
         held = outcome.num_fitting
         store, outcome = share(held, in_need=True)
     if world.is_main and store is None:
-        _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", cause)
+        what = f"only {num_elsewhere} rows are cached" if num_elsewhere else "no cache"
+        _LOGGER.warning("%s: %s; the frozen prefix is computed at every step", what, cause)
     elif world.is_main and cause:
         _LOGGER.warning(
             "the cache holds %d of %d rows, in %s, as %s; cache_folder= names another place, "
@@ -113,7 +119,7 @@ def share_store(
             outcome.place,
             cause,
         )
-    return store
+    return store, outcome.place
 
 
 def _share(
@@ -315,21 +321,34 @@ def make_store(
     On a device each row has room for the longest, so that a limit holds fewer.
     """
     limit = config.cache_limit_bytes
-    num_on_device, num_rows = (
-        rows_within(limit, num_rows, size) for size in (layout.row_bytes, layout.expected_bytes)
+    device = None
+    if config.cache_device == "cuda":
+        num_on_device = rows_within(limit, num_rows, layout.row_bytes)
+        device = _on_device(world, layout, num_on_device)
+        if device is not None:
+            return device
+    num_rows = rows_within(limit, num_rows, layout.expected_bytes)
+    if config.cache_device != "cpu":
+        num_on_device = _num_on_device(world, layout, num_rows, limit)
+        device = _on_device(world, layout, num_on_device)
+    num_elsewhere = 0 if device is None else device.num_rows
+    if device is not None and num_elsewhere == num_rows:
+        return device
+    if limit is not None:
+        limit -= num_elsewhere * layout.row_bytes
+    file, place = share_store(
+        world,
+        config.cache_folder,
+        layout,
+        num_rows - num_elsewhere,
+        limit_bytes=limit,
+        num_elsewhere=num_elsewhere,
     )
-    wants_device = config.cache_device == "cuda" or (
-        config.cache_device == "auto"
-        # Where a file may hold more rows than a device, the device is not taken unasked.
-        and num_on_device == num_rows
-        and _has_room_on_device(world, layout, num_rows)
-    )
-    if num_on_device > 0 and wants_device:
-        store = _on_device(world, layout, num_on_device)
-        if store is not None:
-            return store
-    shared = share_store(world, config.cache_folder, layout, num_rows, limit_bytes=limit)
-    return None if shared is None else behind(world, shared)
+    if file is None:
+        return device
+    if device is None:
+        return behind(world, file)
+    return TieredStore({f"{world.device}'s memory": device, place: behind(world, file)})
 
 
 def rows_within(limit_bytes: int | None, num_rows: int, row_bytes: int) -> int:
@@ -359,14 +378,23 @@ def room_on_device(device: torch.device) -> int:
     return int(_DEVICE_SHARE * max(0, free - (most - now)))
 
 
-def _has_room_on_device(world: World, layout: RowLayout, num_rows: int) -> bool:
-    # Several processes could not read each other's rows, and each shuffle deals samples anew.
-    needed = device_bytes(layout, num_rows)
-    return world.size == 1 and needed <= room_on_device(world.device)
+def _num_on_device(world: World, layout: RowLayout, num_rows: int, limit: int | None) -> int:
+    """Return how many of all rows lie on a device that was not asked for; 0 for too few."""
+    if world.size > 1:
+        # Several processes could not read each other's rows, and each shuffle deals samples anew.
+        return 0
+    num = min(num_rows, room_on_device(world.device) // max(1, device_bytes(layout, 1)))
+    more_bytes = layout.row_bytes - layout.expected_bytes
+    if limit is not None and more_bytes:
+        # What rows take on a device beyond their length must not cost another its place.
+        num = min(num, (limit - num_rows * layout.expected_bytes) // more_bytes)
+    return num if num >= _LEAST_SHARE * num_rows else 0
 
 
 def _on_device(world: World, layout: RowLayout, num_rows: int) -> DeviceStore | None:
     """Make a store on each process's device; None, with a warning, where one has no room."""
+    if num_rows == 0:
+        return None
     store, failure = None, ""
     try:
         store = DeviceStore(layout, num_rows, device=world.device)
@@ -382,8 +410,8 @@ def _on_device(world: World, layout: RowLayout, num_rows: int) -> DeviceStore | 
         store.close()
     if world.is_main:
         _LOGGER.warning(
-            "the cache is in host memory, as %s; cache_dtype= makes rows smaller, "
-            "cache_limit_bytes= makes them fewer, cache_device='cpu' asks for this",
+            "the device does not hold all rows, as %s; cache_dtype= makes rows smaller, "
+            "cache_limit_bytes= makes them fewer, cache_device='cpu' has all in host memory",
             failures[0],
         )
     return None

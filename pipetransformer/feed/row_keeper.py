@@ -19,6 +19,7 @@ from autocache import (
     RowContent,
     RowLayout,
     RowSets,
+    TieredStore,
 )
 from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
@@ -261,10 +262,7 @@ class RowKeeper:
             self.store = make_store(self._world, self._task.config, layout, num_rows)
         self._gave_up = self.store is None
         if self.store is not None and self._world.is_main:
-            num_held = self.store.num_rows
-            # Those of unequal lengths take their bytes as they are written.
-            num_bytes = max(self.store.num_bytes, num_held * layout.expected_bytes)
-            _LOGGER.info("the cache has %s", RowBudget(num_held, num_rows, num_bytes))
+            _LOGGER.info("the cache has %s", _account(self.store, num_rows))
 
     def _kept_store(self, layout: RowLayout, num_rows: int) -> ActivationStore | None:
         """Open the rows that are kept for this prefix, or make room for them. Collective."""
@@ -315,3 +313,18 @@ class RowKeeper:
         if self.store is not None:
             self.store.close()
             self.store = self._kept = None
+
+
+def _account(store: ActivationStore, num_samples: int) -> str:
+    """Return how many samples have rows, in how many bytes, and how many are in which place."""
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    # Rows of unequal lengths take their bytes as they are written.
+    sizes = [max(one.num_bytes, one.num_rows * one.layout.expected_bytes) for one in tiers]
+    account = str(RowBudget(store.num_rows, num_samples, sum(sizes)))
+    if not isinstance(store, TieredStore):
+        return account
+    places = (
+        f"{tier.num_rows} in {place} ({as_bytes(size)})"
+        for place, tier, size in zip(store.places, tiers, sizes, strict=True)
+    )
+    return f"{account}: {', '.join(places)}"

@@ -15,6 +15,7 @@ from autocache.prefix_cache import CacheStats
 from autopipe.loss import Loss
 from pipetransformer import adamw
 from pipetransformer.config import TrainConfig
+from pipetransformer.feed import node_store as store_choice
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.sample_feed import SampleFeed, samples_of
 from pipetransformer.feed.samples import Batch
@@ -50,6 +51,11 @@ ALONE = World(0, 1, 1, torch.device("cpu"), None, owned=False)
 
 
 IDS = torch.tensor([5, 0, 9, 3, 7])
+
+
+def put_half_on_device(patch: pytest.MonkeyPatch) -> None:
+    """Have `cache_device="auto"` put half of the rows on the device, and half into the file."""
+    patch.setattr(store_choice, "_num_on_device", lambda world, layout, num, limit: num // 2)
 
 
 def leave_rows_unchecked(patch: pytest.MonkeyPatch) -> None:

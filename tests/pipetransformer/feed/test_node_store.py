@@ -55,7 +55,7 @@ def bound(patch: pytest.MonkeyPatch, folder: Path, free: Mapping[str, int]) -> N
 
 def share(folder: Path) -> tuple[int, list[str]] | None:
     """Share a store; return its rows, and the folders in which this process has mapped it."""
-    store = share_store(ALONE, folder, LAYOUT, NUM_ROWS)
+    store, _ = share_store(ALONE, folder, LAYOUT, NUM_ROWS)
     if store is None:
         return None
     ids = torch.arange(store.num_rows)
@@ -148,7 +148,7 @@ def test_room_is_counted_by_the_expected_length_of_unequal_rows(
 ) -> None:
     bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": AMPLE})
     with_free(monkeypatch, 600 * NUM_ROWS)
-    store = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    store, _ = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
     assert store is not None and store.num_rows == NUM_ROWS and warnings == []
     assert mapped(tmp_path) == ["memory"]
     store.close()
@@ -159,7 +159,7 @@ def test_memory_without_room_for_the_expected_rows_is_replaced_by_a_disk(
 ) -> None:
     bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": AMPLE})
     with_free(monkeypatch, 500 * NUM_ROWS, AMPLE)
-    store = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    store, _ = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
     assert store is not None and store.num_rows == NUM_ROWS
     assert mapped(tmp_path) == ["disk"] and f"in {tmp_path}/disk, as" in caplog.messages[0]
     store.close()
@@ -170,7 +170,7 @@ def test_a_share_of_unequal_rows_is_chosen_by_the_expected_length(
 ) -> None:
     bound(monkeypatch, tmp_path, {"memory": 300 * NUM_ROWS, "disk": 0})
     with_free(monkeypatch, 300 * NUM_ROWS, 300 * NUM_ROWS)
-    store = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    store, _ = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
     assert store is not None and store.num_rows == int(0.75 * 300 * NUM_ROWS) // (512 + 64)
     assert caplog.messages[0].startswith(f"the cache holds {store.num_rows} of 1000 rows")
     store.close()
@@ -194,7 +194,7 @@ def share_unevenly(folder: str, free: list[Mapping[str, int]]) -> dict[str, Any]
                 return gather(*arguments, **settings)
 
             patch.setattr(dist, "all_gather", counting)
-            store = share_store(world, own / "memory", LAYOUT, NUM_ROWS)
+            store, _ = share_store(world, own / "memory", LAYOUT, NUM_ROWS)
     finally:
         logger.removeHandler(handler)
     answer = {
@@ -256,5 +256,5 @@ def open_nothing(folder: str) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowStore, "open", refuse)
-        store = share_store(world, folder, LAYOUT, NUM_ROWS)
+        store, _ = share_store(world, folder, LAYOUT, NUM_ROWS)
     return [store is None, len(tried) if dist.get_rank() else 1]

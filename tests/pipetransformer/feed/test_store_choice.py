@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from autocache import DeviceStore, RowStore, WriteBehind, device_bytes
+from autocache import (
+    ActivationStore,
+    DeviceStore,
+    RowField,
+    RowLayout,
+    RowStore,
+    TieredStore,
+    WriteBehind,
+    device_bytes,
+)
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
+from pipetransformer.config import TrainConfig
 from pipetransformer.feed import node_store as store_choice
 from pipetransformer.feed.fetch_forecast import Follower, with_later
 from pipetransformer.processes.world import connect
 from tests.helpers.adapted import classifier
-from tests.helpers.feeds import ALONE, Feed, Sentences, assert_fetch, counts, leave_rows_unchecked
+from tests.helpers.feeds import (
+    ALONE,
+    Feed,
+    Sentences,
+    assert_fetch,
+    counts,
+    leave_rows_unchecked,
+    put_half_on_device,
+)
 from tests.helpers.inspection import evaluation_feed_of, feed_of, store_of
 from tests.helpers.measured import freely, measuring
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
@@ -57,18 +75,78 @@ def test_auto_takes_the_device_where_all_rows_have_room(tmp_path: Path, room: li
     feed.samples.close()
 
 
-@pytest.mark.parametrize(("spare", "is_there"), [(-1, False), (0, True)])
-def test_auto_leaves_the_device_alone_where_one_byte_is_missing(
-    tmp_path: Path, room: list[int], spare: int, is_there: bool
+def sizes_of(store: ActivationStore | None) -> list[tuple[type, int]]:
+    """Return the kind of each tier, and how many rows it has."""
+    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    return [(type(tier), tier.num_rows) for tier in tiers if tier is not None]
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 13, -3, -2])
+def test_auto_puts_what_does_not_fit_the_device_into_the_file(
+    tmp_path: Path, room: list[int], lacking: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(2):
-        feed = Feed(tmp_path)
-        feed.set_depth(2)
-        store = feed.samples.keeper.store
-        feed.samples.close()
-        assert store is not None
-        room[0] = device_bytes(store.layout, len(tiny_data())) + spare
-    assert isinstance(store, DeviceStore if is_there else RowStore)
+    caplog.set_level(logging.INFO)
+    num = len(tiny_data())
+    num_fitting = num - lacking if lacking >= 0 else -lacking
+    feed = Feed(tmp_path)
+    feed.set_depth(2)
+    store = feed.samples.keeper.store
+    assert store is not None
+    room[0] = (num_fitting + 1) * device_bytes(store.layout, 1) - 1
+    feed.samples.close()
+    caplog.clear()
+    feed = Feed(tmp_path)
+    feed.set_depth(2)
+    # A device for less than a tenth of the rows is not worth the trouble.
+    alone = {num: [(DeviceStore, num)], 2: [(RowStore, num)]}.get(num_fitting)
+    mixed = [(DeviceStore, num_fitting), (RowStore, num - num_fitting)]
+    assert sizes_of(feed.samples.keeper.store) == (alone or mixed)
+    account = (
+        rf"rows of {num} of {num} samples, about \S+ \S+"
+        rf": {num_fitting} in cpu's memory \(.+\), {num - num_fitting} in {tmp_path} \(.+\)$"
+    )
+    assert bool(re.search(account, caplog.messages[0])) == (alone is None)
+    assert_fetch(feed, 2, (0, 0, 5))
+    assert_fetch(feed, 2, (5, 0, 0))
+    feed.set_depth(3)
+    assert_fetch(feed, 3, (0, 5, 0))
+    feed.set_depth(1)
+    assert_fetch(feed, 1, (0, 0, 5))
+    feed.samples.close()
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "sizes"),
+    [
+        (3200, [(RowStore, 10)]),
+        (7680, [(RowStore, 24)]),
+        (7680 + 6 * 768, [(DeviceStore, 6), (RowStore, 18)]),
+        (24 * 1088, [(DeviceStore, 24)]),
+    ],
+)
+def test_the_longest_on_the_device_cost_no_other_row_its_place_within_the_limit(
+    tmp_path: Path, room: list[int], limit_bytes: int, sizes: list[tuple[type, int]]
+) -> None:
+    hidden = RowField("hidden", (64, 4), torch.float32, varies=True)
+    layout = RowLayout((hidden, RowField("y", (), torch.int64)), mean_length=16.0)
+    assert (layout.expected_bytes, layout.row_bytes) == (320, 1088)
+    config = TrainConfig(cache_folder=tmp_path, cache_limit_bytes=limit_bytes)
+    store = store_choice.make_store(ALONE, config, layout, 24)
+    assert store is not None and sizes_of(store) == sizes
+    store.close()
+
+
+def test_where_no_folder_has_room_for_the_rest_the_device_has_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_half_on_device(monkeypatch)
+    feed, num = Feed(tmp_path / "nowhere"), len(tiny_data())
+    feed.set_depth(2)
+    assert sizes_of(feed.samples.keeper.store) == [(DeviceStore, num // 2)]
+    assert f"only {num // 2} rows are cached: " in caplog.text
+    # Samples of odd numbers have rows, and one of the five has none.
+    assert [counts(feed.fetch()[2]) for _ in range(2)] == [(0, 0, 5), (4, 0, 1)]
+    feed.samples.close()
 
 
 def test_cpu_is_a_file_whatever_has_room(tmp_path: Path, room: list[int]) -> None:
@@ -169,7 +247,9 @@ def sentences_classifier() -> nn.Module:
     return classifier().double()
 
 
-def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, Tensor]]:
+def trained(
+    build: Any, data: Any, kind: type, **settings: Any
+) -> tuple[Trainer, dict[str, Tensor]]:
     """Train with layers frozen, thawed, and frozen again."""
     with (
         measuring(freely),
@@ -181,7 +261,7 @@ def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, 
         trainer.fit()
         feeds = (feed_of(trainer), evaluation_feed_of(trainer))
         kinds = {type(feed.keeper.store) for feed in feeds if feed is not None}
-        assert kinds == {DeviceStore if settings.get("cache", True) else type(None)}
+        assert kinds == {kind}
         return trainer, trainer.state_dict()
 
 
@@ -190,17 +270,23 @@ def trained(build: Any, data: Any, **settings: Any) -> tuple[Trainer, dict[str, 
     [
         (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss(), "cache_limit_bytes": 1600}),
         (sentences_classifier, Sentences, {}),
+        (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss(), "cache_check": "all"}),
     ],
-    ids=["some rows", "short sentences"],
+    ids=["some rows", "short sentences", "all checked"],
 )
 def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
-    room: list[int], build: Any, data: Any, settings: dict[str, Any]
-) -> None:
-    trainer, cached = trained(build, data(), **settings)
-    other, computed = trained(build, data(), cache=False, **settings)
+    room: list[int], build: Any, data: Any, settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    trainer, cached = trained(build, data(), DeviceStore, **settings)
+    other, computed = trained(build, data(), type(None), cache=False, **settings)
     assert trainer.report.cache_hits > 0 == other.report.cache_hits
-    for (name, mine), theirs in zip(cached.items(), computed.values(), strict=True):
-        assert torch.equal(mine, theirs), name
+    # Half of the rows on the device and half in the file: as many are read.
+    put_half_on_device(monkeypatch)
+    third, mixed = trained(build, data(), TieredStore, **settings)
+    assert third.report.cache_hits == trainer.report.cache_hits
+    for name, wanted in computed.items():
+        assert torch.equal(cached[name], wanted) and torch.equal(mixed[name], wanted), name
 
 
 def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
@@ -245,8 +331,17 @@ def make_data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, (x.mean((1, 2)) > 0).long())
 
 
-def run(**settings: Any) -> tuple[list[float], type, list[int]]:
-    """Train with one layer more frozen each epoch; return losses, the store's kind, and waits."""
+@dataclass(frozen=True)
+class _Run:
+    losses: list[float]
+    weights: dict[str, Tensor]
+    kind: type
+    num_hits: int
+    waits: list[int]
+
+
+def run(**settings: Any) -> _Run:
+    """Train with one layer more frozen each epoch; note the waits of each step."""
     model = make_model()
     with stand_in_gpu() as gpu:
         put_on_gpu(model)
@@ -264,19 +359,30 @@ def run(**settings: Any) -> tuple[list[float], type, list[int]]:
                 gpu.reset()
                 losses.append(trainer.step().loss)
                 waits.append(sum(gpu.waits.values()))
-            return losses, type(store_of(trainer)), waits
+            weights = {name: value.cpu() for name, value in trainer.state_dict().items()}
+            num_hits = trainer.report.cache_hits
+            return _Run(losses, weights, type(store_of(trainer)), num_hits, waits)
 
 
-def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_same() -> None:
-    on_device, device_kind, device_waits = run(cache_device="cuda")
-    in_file, file_kind, file_waits = run(cache_device="cpu")
-    computed, no_kind, _ = run(cache=False)
-    assert (device_kind, file_kind, no_kind) == (DeviceStore, WriteBehind, type(None))
-    assert on_device == in_file == computed
+def test_steps_that_fill_grow_and_read_the_cache_wait_for_nothing_and_train_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = run(cache=False)
+    on_device = run(cache_device="cuda")
+    in_file = run(cache_device="cpu")
+    put_half_on_device(monkeypatch)
+    in_both = run()
+    kinds = [one.kind for one in (computed, on_device, in_file, in_both)]
+    assert kinds == [type(None), DeviceStore, WriteBehind, TieredStore]
     # Where an epoch begins and ends it is decided, and looked at the frozen layers.
-    inner = range(1, len(on_device), _NUM // _BATCH)
-    assert [device_waits[step] for step in inner] == [file_waits[step] for step in inner]
-    assert not any(device_waits[step] for step in inner)
+    inner = range(1, len(on_device.losses), _NUM // _BATCH)
+    for one in (on_device, in_file, in_both):
+        assert one.losses == computed.losses and one.num_hits == on_device.num_hits
+        for name, wanted in computed.weights.items():
+            assert torch.equal(one.weights[name], wanted), name
+        assert not any(one.waits[step] for step in inner)
+    # The second epoch makes rows, the third makes them deeper, the fourth reads them all.
+    assert in_both.num_hits == _NUM
 
 
 def test_a_limit_holds_as_many_texts_as_their_mean_length_allows(

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import freeze as freezing
+from autocache import DeviceStore, TieredStore, WriteBehind
 from pipetransformer import attach
 from tests.helpers.any_models import KINDS, Kind, build, data
+from tests.helpers.feeds import put_half_on_device
 from tests.helpers.stand_in_gpu import CUDA, StandInGpu, put_on_gpu, stand_in_gpu
 from tests.pipetransformer.loop.test_cached_loop import Samples
 
@@ -60,17 +62,27 @@ def train(kind: Kind, gpu: StandInGpu, batches: Any, model: nn.Module) -> tuple[
     return [float(loss.cpu()) for loss in losses], waits[1:]
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in model.named_parameters()}
+
+
 @contextmanager
 def attached(model: nn.Module, folder: Path, place: str) -> Iterator[Any]:
-    with attach(model, freeze=DEPTH, cache_folder=folder, cache_device=place) as cached:
-        yield cached.epoch
-        assert cached.stats.hits == 10
+    with pytest.MonkeyPatch.context() as patch:
+        put_half_on_device(patch)
+        with attach(model, freeze=DEPTH, cache_folder=folder, cache_device=place) as cached:
+            yield cached.epoch
+            # Each row is read, wherever it is.
+            assert cached.stats.hits == 10
+            kinds = {"cuda": DeviceStore, "cpu": WriteBehind, "auto": TieredStore}
+            assert isinstance(cached._rows.feed.keeper.store, kinds[place])
 
 
 @pytest.mark.parametrize(
     ("name", "place"),
     [
         ("gpt2_classifier", "cuda"),
+        ("gpt2_classifier", "auto"),
         ("beit", "cpu"),
         pytest.param("gpt2_classifier", "cpu", marks=pytest.mark.slow),
         pytest.param("beit", "cuda", marks=pytest.mark.slow),
@@ -87,10 +99,13 @@ def test_a_warm_step_waits_for_no_more_than_a_plain_one(
         put_on_gpu(model)
         freezing.apply(model, DEPTH, layers=[*model.get_submodule(kind.blocks)])
         plainly = train(kind, gpu, iter, model)
+        wanted = weights_of(model)
         model = build(kind)
         put_on_gpu(model)
         with attached(model, tmp_path, place) as epoch:
             ours = train(kind, gpu, epoch, model)
+        for name, value in weights_of(model).items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
     assert ours[0] == pytest.approx(plainly[0], rel=1e-9)
     for mine, theirs in zip(ours[1], plainly[1], strict=True):
         assert not mine - theirs
