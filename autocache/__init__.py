@@ -24,13 +24,14 @@ from autocache.row_content import DIGEST, HIDDEN, Positions, RowContent, by_posi
 from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowStore
-from autocache.tiered_store import TieredStore
+from autocache.tiered_store import TieredStore, TierPart
 from autocache.uploads import Uploader
 from autocache.write_behind import WriteBehind
 
 __all__ = [
     "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
     "NamelessFilesError", "OpenSet", "Positions", "PrefixCache", "RowContent", "RowField",
-    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "TieredStore", "Uploader",
-    "WriteBehind", "by_position", "chain_hash", "device_bytes", "fingerprint", "own_lengths",
+    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "TieredStore", "TierPart",
+    "Uploader", "WriteBehind", "by_position", "chain_hash", "device_bytes", "fingerprint",
+    "own_lengths",
 ]  # fmt: skip

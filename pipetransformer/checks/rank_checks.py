@@ -57,6 +57,8 @@ def _facts(
     for name, value in task.config.plain().items():
         if name not in _OF_A_PROCESS:
             yield f"setting {name!r}", (str(value), advice)
+    limits = [task.config.cache_limit, *task.config.cache_limits]
+    yield "the number of the cache's folders, or a limit,", (str(limits), advice)
     yield "what optimizer= builds", (optimizer, advice)
     yield "loss_fn=", (task.loss_fn.name, advice)
     yield "the set of parameters that train", (hash_json(sorted(task.trainable)), advice)

@@ -42,6 +42,12 @@ def is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
+def _are(rule: Rule, value: Any) -> bool:
+    """Return whether a rule allows a value, or each of a list."""
+    is_filled = is_list(value) and len(value) > 0
+    return all(map(rule.allows, value)) if is_filled else rule.allows(value)
+
+
 def _is_positive(value: Any) -> bool:
     """Return whether a value is a number above 0. A NaN is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
@@ -65,6 +71,8 @@ FUNCTION = Rule(callable, "a function")
 NAME = Rule(lambda value: isinstance(value, str), "a name")
 NAME_OR_CALL = Rule(lambda value: NAME.allows(value) or callable(value), "a name or a function")
 PATH = Rule(lambda value: isinstance(value, (str, Path)), "a path")
+PATHS = Rule(lambda value: _are(PATH, value), "a path, or a list of paths")
+COUNTS = Rule(lambda value: _are(COUNT, value), f"{COUNT.text}, or a list of such numbers")
 WARMUP = Rule(
     lambda value: (
         (is_whole(value) and value >= 0) or (isinstance(value, float) and 0 <= value < 1)

@@ -219,15 +219,17 @@ class TrainConfig:
     case, and changed ones are trained, where the data set holds them apart. That is a
     TensorDataset, a list, a column of a `datasets.Dataset`, or `targets`, `labels` or `samples` as
     in torchvision."""
-    cache_folder: Annotated[str | Path, rules.PATH] = "/dev/shm"
+    cache_folder: Annotated[str | Path | Sequence[str | Path], rules.PATHS] = "/dev/shm"
     """Where the cache's file lives; RAM by default. A folder on a disk is used if the disk reads
     rows faster than they are computed, without memory's help. Where the default has too little
     room, the folder for temporary files is used. Where that or another folder has too little,
-    fewer rows are kept."""
-    cache_limit_bytes: Annotated[int | None, rules.COUNT] = None
-    """Most bytes of a node's rows, for the training set and again for the evaluation set. None
-    holds all samples; those that do not fit are computed at every step. Texts of unequal lengths
-    count by their mean length, on a GPU by the longest, when it is chosen which have rows. With
+    fewer rows are kept. Of a list of folders each takes what the one before has no room for, as in
+    `["/dev/shm", "/data/rows"]`."""
+    cache_limit_bytes: Annotated[int | Sequence[int] | None, rules.COUNTS] = None
+    """Most bytes of a node's rows, for the training set and again for the evaluation set. A list
+    has one number for each folder, beside what a GPU has room for. None holds all samples; those
+    that do not fit are computed at every step. Texts of unequal lengths count by their mean
+    length, on a GPU by the longest, when it is chosen which have rows. With
     `cache_keep` it is the most of all that the folder holds, and sets that were not used for
     longest are removed."""
     cache_keep: bool = False
@@ -374,6 +376,26 @@ class TrainConfig:
         return (False, True) if asked == "auto" else (asked,)
 
     @property
+    def cache_folders(self) -> tuple[Path, ...]:
+        """Return the folders of the cache's files, the first to be filled first."""
+        folder = self.cache_folder
+        return tuple(map(Path, [folder] if isinstance(folder, (str, Path)) else folder))
+
+    @property
+    def cache_limits(self) -> tuple[int | None, ...]:
+        """Return the most bytes of rows in each folder; None for no limit of its own."""
+        limits = self.cache_limit_bytes
+        if limits is None or isinstance(limits, int):
+            return (None,) * len(self.cache_folders)
+        return tuple(limits)
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Return the most bytes of all rows; None where there is none, or one for each folder."""
+        limit = self.cache_limit_bytes
+        return limit if isinstance(limit, int) else None
+
+    @property
     def saves(self) -> bool:
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
@@ -490,6 +512,18 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 
 
 def _in_keeping_rows(config: TrainConfig) -> Iterator[str]:
+    folders = config.cache_folders
+    if len(set(folders)) < len(folders) or len(config.cache_limits) != len(folders):
+        yield (
+            f"cache_folder is {config.cache_folder!r} and cache_limit_bytes is "
+            f"{config.cache_limit_bytes!r}; name each folder once, and give one number for all, "
+            "or a list with one for each"
+        )
+    if config.cache_keep and len(folders) > 1:
+        yield (
+            f"cache_keep=True keeps rows in one folder, and cache_folder names {len(folders)}; "
+            "name one"
+        )
     if config.cache_keep and config.cache_folder == TrainConfig.cache_folder:
         yield (
             f"cache_keep=True would leave rows in {config.cache_folder}, this machine's memory, "

@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -77,49 +77,82 @@ class _Offer:
     num_fitting: int
 
 
-def share_store(
+def share_files(
     world: World,
-    folder: str | Path,
+    folders: Mapping[Path, int | None],
     layout: RowLayout,
     num_rows: int,
     *,
     limit_bytes: int | None = None,
     num_elsewhere: int = 0,
-) -> tuple[RowStore | None, str]:
-    """Create a store on every node, with fewer rows where one lacks room for all. Collective.
+) -> dict[str, RowStore]:
+    """Create files on every node, each for what the one before has no room for. Collective.
 
     The default folder is replaced by that of temporary files where it is too small, as /dev/shm
-    is in containers. A folder that the user chose is not replaced.
+    is in containers. Folders that the user chose are not replaced.
 
     Args:
-        limit_bytes: the most that unequal rows take.
-        num_elsewhere: rows that lie in a faster place.
+        folders: with the most bytes of rows in each.
+        limit_bytes: the most that all rows take.
+        num_elsewhere: further rows, which lie in a faster place.
     Returns:
-        None on all ranks where a node has no room for a tenth of the rows; and the folder.
+        The files by their folders, equally many on all ranks. A folder has none where a node has
+        no room for a tenth of the rows that are left.
     """
-    places = [Path(folder)]
-    if places[0] == Path(TrainConfig.cache_folder):
-        with suppress(FileNotFoundError):  # No folder for temporary files can be written to.
-            places.append(Path(tempfile.gettempdir()))
+    files: dict[str, RowStore] = {}
+    causes, left = list[str](), num_rows
+    for folder, own_bytes in folders.items():
+        limits = [limit for limit in (own_bytes, limit_bytes) if limit is not None]
+        most_bytes = min(limits, default=None)
+        num = rows_within(most_bytes, left, layout.expected_bytes)
+        if num == 0:
+            continue
+        places = [folder]
+        if [*map(str, folders)] == [TrainConfig.cache_folder]:
+            with suppress(FileNotFoundError):  # No folder for temporary files can be written to.
+                places.append(Path(tempfile.gettempdir()))
+        store, outcome = _share_most(world, places, layout, num, most_bytes)
+        causes += [outcome.cause] if outcome.cause else []
+        if store is not None:
+            files[outcome.place] = store
+            left -= store.num_rows
+            if limit_bytes is not None:
+                limit_bytes -= store.num_rows * layout.expected_bytes
+    if world.is_main and causes and (left or len(folders) == 1):
+        held = num_elsewhere + num_rows - left
+        _warn_of_room(held, num_elsewhere + num_rows, [*files], "; ".join(causes))
+    return files
+
+
+def _warn_of_room(held: int, num_rows: int, places: Sequence[str], cause: str) -> None:
+    """Warn that rows are not where they were wished to be."""
+    if not held:
+        _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", cause)
+        return
+    _LOGGER.warning(
+        "the cache holds %d of %d rows, in %s, as %s; cache_folder= names another place, "
+        "cache_dtype= makes rows smaller",
+        held,
+        num_rows,
+        " and ".join(places) or "the device's memory alone",
+        cause,
+    )
+
+
+def _share_most(
+    world: World,
+    places: Sequence[Path],
+    layout: RowLayout,
+    num_rows: int,
+    limit_bytes: int | None,
+) -> tuple[RowStore | None, _Offer]:
+    """Create a store on every node, with fewer rows where one lacks room for all. Collective."""
     share = partial(_share, world, places, layout, limit_bytes=limit_bytes)
     store, outcome = share(num_rows)
-    cause, held = outcome.cause, num_rows
     if store is None and _LEAST_SHARE * num_rows <= outcome.num_fitting < num_rows:
-        held = outcome.num_fitting
-        store, outcome = share(held, in_need=True)
-    if world.is_main and store is None:
-        what = f"only {num_elsewhere} rows are cached" if num_elsewhere else "no cache"
-        _LOGGER.warning("%s: %s; the frozen prefix is computed at every step", what, cause)
-    elif world.is_main and cause:
-        _LOGGER.warning(
-            "the cache holds %d of %d rows, in %s, as %s; cache_folder= names another place, "
-            "cache_dtype= makes rows smaller",
-            held,
-            num_rows,
-            outcome.place,
-            cause,
-        )
-    return store, outcome.place
+        store, fewer = share(outcome.num_fitting, in_need=True)
+        outcome = replace(outcome, place=fewer.place) if store is not None else outcome
+    return store, outcome
 
 
 def _share(
@@ -320,8 +353,7 @@ def make_store(
 
     On a device each row has room for the longest, so that a limit holds fewer.
     """
-    limit = config.cache_limit_bytes
-    device = None
+    limit, device = config.cache_limit, None
     if config.cache_device == "cuda":
         num_on_device = rows_within(limit, num_rows, layout.row_bytes)
         device = _on_device(world, layout, num_on_device)
@@ -331,29 +363,33 @@ def make_store(
     if config.cache_device != "cpu":
         num_on_device = _num_on_device(world, layout, num_rows, limit)
         device = _on_device(world, layout, num_on_device)
+    tiers: dict[str, ActivationStore] = {}
+    if device is not None:
+        tiers[f"{world.device}'s memory"] = device
+        limit = None if limit is None else limit - device.num_rows * layout.row_bytes
     num_elsewhere = 0 if device is None else device.num_rows
-    if device is not None and num_elsewhere == num_rows:
-        return device
-    if limit is not None:
-        limit -= num_elsewhere * layout.row_bytes
-    file, place = share_store(
-        world,
-        config.cache_folder,
-        layout,
-        num_rows - num_elsewhere,
-        limit_bytes=limit,
-        num_elsewhere=num_elsewhere,
-    )
-    if file is None:
-        return device
-    if device is None:
-        return behind(world, file)
-    return TieredStore({f"{world.device}'s memory": device, place: behind(world, file)})
+    if num_elsewhere < num_rows:
+        files = share_files(
+            world,
+            dict(zip(config.cache_folders, config.cache_limits, strict=True)),
+            layout,
+            num_rows - num_elsewhere,
+            limit_bytes=limit,
+            num_elsewhere=num_elsewhere,
+        )
+        tiers.update({place: behind(world, file) for place, file in files.items()})
+    return TieredStore(tiers) if len(tiers) > 1 else next(iter(tiers.values()), None)
 
 
 def rows_within(limit_bytes: int | None, num_rows: int, row_bytes: int) -> int:
     """Return how many rows a limit allows."""
     return num_rows if limit_bytes is None else min(num_rows, limit_bytes // max(row_bytes, 1))
+
+
+def rows_in_all(config: TrainConfig, num_rows: int, row_bytes: int) -> int:
+    """Return how many rows the limits of all folders allow."""
+    in_each = [rows_within(limit, num_rows, row_bytes) for limit in config.cache_limits]
+    return rows_within(config.cache_limit, min(num_rows, sum(in_each)), row_bytes)
 
 
 def check_device(config: TrainConfig, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from pipetransformer.feed.node_store import (
     behind,
     check_device,
     make_store,
-    rows_within,
+    rows_in_all,
     share_kept,
     warn_of_others,
 )
@@ -101,7 +101,7 @@ class RowKeeper:
         self.store: ActivationStore | None = None
         self.known: Tensor | None = None
         self._kept: KeptStore | None = None
-        self._is_in_memory = Path(config.cache_folder) == _IN_MEMORY
+        self._is_in_memory = config.cache_folders == (_IN_MEMORY,)
         # Samples whose rows are on their way from the disk.
         self._expected = torch.empty(0, dtype=torch.int64)
 
@@ -173,7 +173,7 @@ class RowKeeper:
             computed = self._task.computes_in or weights
             row_bytes *= getattr(torch, config.cache_dtype).itemsize / computed.itemsize
         num_all = self._num_views * self._num_samples
-        num_rows = rows_within(config.cache_limit_bytes, num_all, int(row_bytes))
+        num_rows = rows_in_all(config, num_all, int(row_bytes))
         return RowBudget(num_rows, num_all, int(num_rows * row_bytes))
 
     def cache_over(
@@ -245,16 +245,15 @@ class RowKeeper:
         if layout is None:
             self._gave_up = True
             return
-        limit = self._task.config.cache_limit_bytes
         num_rows = self._num_views * self._num_samples
         if self._task.config.cache_keep:
             self.store = self._kept_store(layout, num_rows)
-        elif rows_within(limit, num_rows, layout.expected_bytes) == 0:
+        elif rows_in_all(self._task.config, num_rows, layout.expected_bytes) == 0:
             if self._world.is_main:
                 _LOGGER.warning(
-                    "cache_limit_bytes=%d holds no row of %d bytes: the frozen prefix is computed "
+                    "cache_limit_bytes=%s holds no row of %d bytes: the frozen prefix is computed "
                     "at every step",
-                    limit,
+                    self._task.config.cache_limit_bytes,
                     layout.expected_bytes,
                 )
             return
@@ -273,8 +272,9 @@ class RowKeeper:
             data = data_origin(self._samples, content, config, num_views=num_views)
             found = [data, self._prefix.stamps[-1], secrets.randbits(63)]
         data, stamp, run = broadcast_json(found, group=world.group)
+        (folder,), (limit,) = config.cache_folders, config.cache_limits
         kept = KeptRows(
-            RowSets(Path(config.cache_folder), limit_bytes=config.cache_limit_bytes),
+            RowSets(folder, limit_bytes=config.cache_limit or limit),
             {**data, **machine_origin(world.device, chunk_size=self._chunk_size)},
             about_rows(self._task.model, self._prefix.depth, self._num_samples),
             run,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, final
 from weakref import WeakSet
 
@@ -82,9 +81,9 @@ class RowService:
         self._settings = known = LoopSettings.of(settings, keeps_to_labels=keeps_to_labels)
         self._released: ReleasedParts | None = None if beside is None else beside._released
         if beside is None and known.releases_beside is not None:
-            folder = known.config(base_of(loader)).cache_folder
+            folder = known.config(base_of(loader)).cache_folders[-1]
             models = (model, known.releases_beside)
-            self._released = ReleasedParts(known.parts, models, Path(folder))
+            self._released = ReleasedParts(known.parts, models, folder)
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
         # What is shown of the model is of parts where so many blocks are frozen.
@@ -391,7 +390,7 @@ class RowService:
                 100 * account.saved_share,
             )
         elif self.world.is_main:
-            _LOGGER.info("%s, in %s", account, self.task.config.cache_folder)
+            _LOGGER.info("%s, in %s", account, *self.task.config.cache_folders[:1])
         return pays
 
     def _are_rows_right(self, depth: int) -> bool:

@@ -125,10 +125,11 @@ def settings_of_parts(
                 f"their own ({kinds[0]}), which are never moved: leave it out"
             )
         is_on_cpu = all(p.device.type == "cpu" for p in weights)
-        if is_on_cpu and config.cache_folder == TrainConfig.cache_folder:
+        if is_on_cpu and str(config.cache_folders[-1]) == TrainConfig.cache_folder:
             raise ValueError(
-                "release=True moves parts of a model on the CPU to a file, and cache_folder="
-                f"{config.cache_folder} is memory itself: give cache_folder=, a folder on a disk; "
+                "release=True moves parts of a model on the CPU to a file, and "
+                f"{config.cache_folders[-1]} is memory itself: give cache_folder=, a folder on a "
+                "disk; "
                 "or move the model to its device first"
             )
     return root, own

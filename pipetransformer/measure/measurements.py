@@ -99,7 +99,7 @@ def measure(
         uncertainty=statistics.median(map(uncertainty, timed.rounds_s)),
         **messages,
         **samples,
-        **measure_rows(task.config.cache_folder, world.device),
+        **measure_rows(task.config.cache_folders[-1], world.device),
     )
     return merge(
         [Profile.from_json(one) for one in gather_json(measured_here.to_json(), group=world.group)]

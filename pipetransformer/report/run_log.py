@@ -94,7 +94,7 @@ class RunLog:
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
         if rows.num_rows:
-            self.say(_cache_text(rows, Path(self._config.cache_folder)))
+            self.say(_cache_text(rows, self._config.cache_folders))
         self._progress.open(clock.step, clock.max_steps)
 
     def say(self, line: str) -> None:
@@ -310,11 +310,12 @@ class RunLog:
             )
 
 
-def _cache_text(rows: RowBudget, folder: Path) -> str:
-    text = f"the cache will have {rows} at most in {folder}"
-    if not folder.is_dir():
+def _cache_text(rows: RowBudget, folders: Sequence[Path]) -> str:
+    names = " and ".join(map(str, folders))
+    text = f"the cache will have {rows} at most in {names}"
+    if not all(folder.is_dir() for folder in folders):
         return text
-    free = shutil.disk_usage(folder).free
+    free = sum(shutil.disk_usage(folder).free for folder in folders)
     text += f", where {as_bytes(free)} are free"
     if rows.num_bytes > free:
         text += "; cache_limit_bytes=, cache_dtype= or another cache_folder= make it fit"

@@ -95,7 +95,7 @@ class Feed:
     ) -> None:
         self.layered = adapt((model or tiny_model()).eval())
         self.data = Counted(noise)
-        config = TrainConfig(cache_folder=str(folder), **{"prefix_chunk": 4, **settings})
+        config = TrainConfig(**{"cache_folder": str(folder), "prefix_chunk": 4, **settings})
         loss_fn = Loss(nn.CrossEntropyLoss())
         task = Task(self.layered, loss_fn, adamw(), config, frozenset())
         self.prefix = FrozenPrefix(task)

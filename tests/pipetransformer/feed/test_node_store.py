@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autocache import RowField, RowLayout, RowStore
 from pipetransformer.config import TrainConfig
-from pipetransformer.feed.node_store import share_store
+from pipetransformer.feed.node_store import share_files
 from pipetransformer.processes import World
 from tests.helpers.pool import Pool
 
@@ -53,9 +53,14 @@ def bound(patch: pytest.MonkeyPatch, folder: Path, free: Mapping[str, int]) -> N
     patch.setattr(shutil, "disk_usage", lambda path: _Usage(0, 0, free_at(str(path))))
 
 
+def shared(world: World, folder: Path, layout: RowLayout, num_rows: int) -> RowStore | None:
+    """Share a store in one folder."""
+    return next(iter(share_files(world, {folder: None}, layout, num_rows).values()), None)
+
+
 def share(folder: Path) -> tuple[int, list[str]] | None:
     """Share a store; return its rows, and the folders in which this process has mapped it."""
-    store, _ = share_store(ALONE, folder, LAYOUT, NUM_ROWS)
+    store = shared(ALONE, folder, LAYOUT, NUM_ROWS)
     if store is None:
         return None
     ids = torch.arange(store.num_rows)
@@ -98,6 +103,47 @@ def test_a_default_folder_that_is_too_small_is_replaced_by_a_disk_with_one_warni
     assert message.startswith(f"the cache holds 1000 of 1000 rows, in {tmp_path}/disk, as ")
     assert f"{tmp_path}/memory and could not get them" in message
     assert "cache_folder= names another place" in message
+
+
+@pytest.mark.parametrize(
+    ("free", "limits", "num_rows"),
+    [
+        ((SMALL, AMPLE), (None, None), (600, 400)),
+        ((AMPLE, AMPLE), (100 * ROW_BYTES, None), (100, 900)),
+        ((AMPLE, AMPLE), (100 * ROW_BYTES, 200 * ROW_BYTES), (100, 200)),
+        ((0, AMPLE), (None, None), (1000,)),
+    ],
+)
+def test_the_next_folder_takes_what_one_before_has_no_room_for_and_nothing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    free: tuple[int, int], limits: tuple[int | None, int | None], num_rows: tuple[int, ...],
+) -> None:  # fmt: skip
+    bound(monkeypatch, tmp_path, dict(zip(("memory", "disk"), free, strict=True)))
+    folders = [tmp_path / name for name in ("memory", "disk")]
+    files = share_files(ALONE, dict(zip(folders, limits, strict=True)), LAYOUT, NUM_ROWS)
+    held = {name: file.num_rows for name, file in files.items()}
+    if free[0] == SMALL:
+        num_rows = int(0.75 * SMALL) // (ROW_BYTES + 64), NUM_ROWS - held[str(folders[0])]
+    assert held == dict(zip(map(str, folders[-len(num_rows) :]), num_rows, strict=True))
+    assert caplog.messages == []
+    for file in files.values():
+        file.close()
+
+
+def test_where_all_folders_have_too_little_room_one_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bound(monkeypatch, tmp_path, {"memory": SMALL, "disk": SMALL})
+    folders = [tmp_path / name for name in ("memory", "disk")]
+    files = share_files(ALONE, dict.fromkeys(folders), LAYOUT, NUM_ROWS, limit_bytes=1 << 20)
+    held = sum(file.num_rows for file in files.values())
+    (message,) = caplog.messages
+    assert message.startswith(
+        f"the cache holds {held} of 1000 rows, in {folders[0]} and {folders[1]}"
+    )
+    assert "memory and could not get them" in message and "disk and could not" in message
+    for file in files.values():
+        file.close()
 
 
 def test_a_disk_is_not_filled_to_the_last_byte(
@@ -148,7 +194,7 @@ def test_room_is_counted_by_the_expected_length_of_unequal_rows(
 ) -> None:
     bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": AMPLE})
     with_free(monkeypatch, 600 * NUM_ROWS)
-    store, _ = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    store = shared(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
     assert store is not None and store.num_rows == NUM_ROWS and warnings == []
     assert mapped(tmp_path) == ["memory"]
     store.close()
@@ -159,7 +205,7 @@ def test_memory_without_room_for_the_expected_rows_is_replaced_by_a_disk(
 ) -> None:
     bound(monkeypatch, tmp_path, {"memory": AMPLE, "disk": AMPLE})
     with_free(monkeypatch, 500 * NUM_ROWS, AMPLE)
-    store, _ = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    store = shared(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
     assert store is not None and store.num_rows == NUM_ROWS
     assert mapped(tmp_path) == ["disk"] and f"in {tmp_path}/disk, as" in caplog.messages[0]
     store.close()
@@ -170,7 +216,7 @@ def test_a_share_of_unequal_rows_is_chosen_by_the_expected_length(
 ) -> None:
     bound(monkeypatch, tmp_path, {"memory": 300 * NUM_ROWS, "disk": 0})
     with_free(monkeypatch, 300 * NUM_ROWS, 300 * NUM_ROWS)
-    store, _ = share_store(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
+    store = shared(ALONE, tmp_path / "memory", TEXTS, NUM_ROWS)
     assert store is not None and store.num_rows == int(0.75 * 300 * NUM_ROWS) // (512 + 64)
     assert caplog.messages[0].startswith(f"the cache holds {store.num_rows} of 1000 rows")
     store.close()
@@ -194,7 +240,7 @@ def share_unevenly(folder: str, free: list[Mapping[str, int]]) -> dict[str, Any]
                 return gather(*arguments, **settings)
 
             patch.setattr(dist, "all_gather", counting)
-            store, _ = share_store(world, own / "memory", LAYOUT, NUM_ROWS)
+            store = shared(world, own / "memory", LAYOUT, NUM_ROWS)
     finally:
         logger.removeHandler(handler)
     answer = {
@@ -256,5 +302,5 @@ def open_nothing(folder: str) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowStore, "open", refuse)
-        store, _ = share_store(world, folder, LAYOUT, NUM_ROWS)
+        store = shared(world, folder, LAYOUT, NUM_ROWS)
     return [store is None, len(tried) if dist.get_rank() else 1]

@@ -143,7 +143,8 @@ def test_where_no_folder_has_room_for_the_rest_the_device_has_rows_alone(
     feed, num = Feed(tmp_path / "nowhere"), len(tiny_data())
     feed.set_depth(2)
     assert sizes_of(feed.samples.keeper.store) == [(DeviceStore, num // 2)]
-    assert f"only {num // 2} rows are cached: " in caplog.text
+    wanted = f"the cache holds {num // 2} of {num} rows, in the device's memory alone, as "
+    assert [message.startswith(wanted) for message in caplog.messages] == [True]
     # Samples of odd numbers have rows, and one of the five has none.
     assert [counts(feed.fetch()[2]) for _ in range(2)] == [(0, 0, 5), (4, 0, 1)]
     feed.samples.close()
@@ -189,7 +190,7 @@ def test_half_of_what_was_never_used_is_for_rows(monkeypatch: pytest.MonkeyPatch
         assert store_choice.room_on_device(CUDA) == 0
 
 
-def fetch_in_turn(folder: str, cache_device: str) -> tuple[str, list[Any]]:
+def fetch_in_turn(folder: str, settings: dict[str, Any]) -> tuple[str, list[Any]]:
     """Let each rank fetch twice, in turn; return where rows lie, and what each needed."""
     world = connect("cpu", timeout_s=30.0)
     found: list[Any] = []
@@ -197,7 +198,7 @@ def fetch_in_turn(folder: str, cache_device: str) -> tuple[str, list[Any]]:
         leave_rows_unchecked(patch)
         let_cpus_be_asked(patch)
         patch.setattr(store_choice, "room_on_device", lambda _: 1 << 30)
-        feed = Feed(Path(folder), world, cache_device=cache_device)
+        feed = Feed(Path(folder), world, **settings)
         feed.set_depth(2)
         for rank in range(world.size):
             for _ in range(2 if world.rank == rank else 0):
@@ -211,13 +212,23 @@ def fetch_in_turn(folder: str, cache_device: str) -> tuple[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("cache_device", "kind", "second"),
-    [("cuda", "DeviceStore", [(0, 0, 5), (5, 0, 0)]), ("auto", "RowStore", [(5, 0, 0)] * 2)],
+    ("settings", "kind", "second"),
+    [
+        ({"cache_device": "cuda"}, "DeviceStore", [(0, 0, 5), (5, 0, 0)]),
+        ({}, "RowStore", [(5, 0, 0)] * 2),
+        ({"cache_folder": ["a", "b"]}, "TieredStore", [(5, 0, 0)] * 2),
+    ],
+    ids=["each its GPU", "a file", "two files"],
 )
 def test_of_several_processes_each_keeps_its_own_rows_where_asked_to_and_else_they_share(
-    two_ranks: Pool, tmp_path: Path, cache_device: str, kind: str, second: list[Any]
+    two_ranks: Pool, tmp_path: Path, settings: dict[str, Any], kind: str, second: list[Any]
 ) -> None:
-    first, other = two_ranks.run(fetch_in_turn, str(tmp_path), cache_device)
+    if "cache_folder" in settings:
+        for name in settings["cache_folder"]:
+            (tmp_path / name).mkdir()
+        folders = [str(tmp_path / name) for name in settings["cache_folder"]]
+        settings = {"cache_folder": folders, "cache_limit_bytes": [1 << 10, 1 << 20]}
+    first, other = two_ranks.run(fetch_in_turn, str(tmp_path), settings)
     assert first == (kind, [(0, 0, 5), (5, 0, 0)])
     assert other == (kind, second)
 
@@ -247,8 +258,11 @@ def sentences_classifier() -> nn.Module:
     return classifier().double()
 
 
+LOSS = nn.CrossEntropyLoss()
+
+
 def trained(
-    build: Any, data: Any, kind: type, **settings: Any
+    build: Any, data: Any, num_tiers: int, **settings: Any
 ) -> tuple[Trainer, dict[str, Tensor]]:
     """Train with layers frozen, thawed, and frozen again."""
     with (
@@ -260,33 +274,43 @@ def trained(
     ):  # fmt: skip
         trainer.fit()
         feeds = (feed_of(trainer), evaluation_feed_of(trainer))
-        kinds = {type(feed.keeper.store) for feed in feeds if feed is not None}
-        assert kinds == {kind}
+        tiers = [sizes_of(feed.keeper.store) for feed in feeds if feed is not None]
+        assert {len(one) for one in tiers} == {num_tiers}
+        assert {kind for one in tiers for kind, _ in one[:1]} <= {DeviceStore}
         return trainer, trainer.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("build", "data", "settings"),
+    "case",
     [
-        (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss(), "cache_limit_bytes": 1600}),
-        (sentences_classifier, Sentences, {}),
-        (tiny_model, tiny_data, {"loss_fn": nn.CrossEntropyLoss(), "cache_check": "all"}),
+        (tiny_model, tiny_data, 500, {"loss_fn": LOSS, "cache_limit_bytes": 1600}),
+        (sentences_classifier, Sentences, 4000, {}),
+        (tiny_model, tiny_data, 500, {"loss_fn": LOSS, "cache_check": "all"}),
     ],
     ids=["some rows", "short sentences", "all checked"],
 )
 def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
-    room: list[int], build: Any, data: Any, settings: dict[str, Any],
+    room: list[int], case: tuple[Any, Any, int, dict[str, Any]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    trainer, cached = trained(build, data(), DeviceStore, **settings)
-    other, computed = trained(build, data(), type(None), cache=False, **settings)
+    build, data, first_bytes, settings = case
+    trainer, cached = trained(build, data(), 1, **settings)
+    other, computed = trained(build, data(), 0, cache=False, **settings)
     assert trainer.report.cache_hits > 0 == other.report.cache_hits
     # Half of the rows on the device and half in the file: as many are read.
     put_half_on_device(monkeypatch)
-    third, mixed = trained(build, data(), TieredStore, **settings)
+    third, mixed = trained(build, data(), 2, **settings)
     assert third.report.cache_hits == trainer.report.cache_hits
+    # And in three places, the last of which has room for what the second has not.
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    limits = {"cache_folder": folders, "cache_limit_bytes": [first_bytes, 1 << 20]}
+    fourth, in_three = trained(build, data(), 3, **{**settings, **limits})
+    assert fourth.report.cache_hits >= trainer.report.cache_hits
     for name, wanted in computed.items():
-        assert torch.equal(cached[name], wanted) and torch.equal(mixed[name], wanted), name
+        for other_weights in (cached, mixed, in_three):
+            assert torch.equal(other_weights[name], wanted), name
 
 
 def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
