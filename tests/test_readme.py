@@ -25,7 +25,7 @@ def programs(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", read(page), re.DOTALL)
 
 
-@pytest.mark.parametrize("program", programs("README.md"), ids=["bert", "sequential"])
+@pytest.mark.parametrize("program", programs("README.md"), ids=["bert", "own loop"])
 def test_a_program_of_the_readme_runs_in_at_most_twenty_lines(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
