@@ -285,8 +285,8 @@ def test_own_policies_freeze_by_a_function_and_by_a_class() -> None:
     [
         ("vision_language", ["--num_samples", "16"], 16),
         slow("speech", ["--num_samples", "16"], 3 * 16),
-        ("backbone", [], 320),
-        ("distillation", ["--teacher_width", "8"], 1797),
+        slow("backbone", [], 320),
+        slow("distillation", ["--teacher_width", "8"], 1797),
     ],
 )
 def test_a_frozen_part_is_read_from_rows_and_nothing_else_changes(

@@ -345,7 +345,8 @@ def test_a_model_in_a_folder_says_how_its_images_are_prepared(tmp_path: Path) ->
     assert workload.build(False)(image[None]).shape == (1, 1)
 
 
-@pytest.mark.parametrize("views", [slow("1"), "0"])
+@pytest.mark.slow
+@pytest.mark.parametrize("views", ["1", "0"])
 def test_augmented_images_are_the_same_in_every_row(tmp_path: Path, views: str) -> None:
     given = ("--augment", "--cache_views", views)
     rows = {"ours": ("--cache", "false"), "ddp+freeze": ("--baseline", "ddp+freeze")}

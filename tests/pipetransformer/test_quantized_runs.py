@@ -52,7 +52,8 @@ def trained(model: Any, **settings: Any) -> tuple[list[float], dict[str, Any]]:
     return losses, learned(model)
 
 
-@pytest.mark.parametrize("kind", _ALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_equals_a_plain_loop(kind: str) -> None:
     reference, model = adapted(kind), adapted(kind)
     for one in (reference, model):
@@ -97,6 +98,7 @@ def test_rows_and_a_resume_change_nothing(kind: str, tmp_path: Path) -> None:
         assert "up_proj" not in path.read_bytes().decode(errors="ignore")
 
 
+@pytest.mark.slow
 def test_no_step_runs_on_what_an_evaluation_has_made_of_weights(tmp_path: Path) -> None:
     model = adapted("4 bits")
     weight = weight_of(model, block=3)
@@ -155,6 +157,7 @@ def test_a_base_on_another_device_is_refused() -> None:
         refuse_moving_opaque(adapted("any other"), torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_files_of_a_run_say_what_they_lack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

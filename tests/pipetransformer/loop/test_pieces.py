@@ -505,7 +505,8 @@ class OfColumns(transformers.Trainer):
         return F.mse_loss(torch.cosine_similarity(*found), inputs["labels"])
 
 
-@pytest.mark.parametrize("num_workers", [slow(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_columns_are_served_in_others_trainers(num_workers: int, tmp_path: Path) -> None:
     def run(callback: FreezeCallback) -> dict[str, Tensor]:
         transformers.set_seed(0)

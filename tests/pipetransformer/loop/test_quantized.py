@@ -80,7 +80,7 @@ def plain_losses(model: Any, edit: Edit = nothing) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("names", ["blocks", "parts"])
+@pytest.mark.parametrize("names", ["blocks", slow("parts")])
 def test_losses_and_adapters_are_those_of_a_plain_loop(
     kind: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
