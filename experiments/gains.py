@@ -161,12 +161,8 @@ class _Unfrozen(Plain):
         self.part.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, eps=1e-4)
 
-    def epoch(self) -> list[tuple[float, float]]:
-        evals, self.part.eval = self.part.eval, self.part.train  # type: ignore[method-assign]
-        try:
-            return super().epoch()
-        finally:
-            self.part.eval = evals  # type: ignore[method-assign]
+    def _set_modes(self) -> None:
+        self.model.train()
 
 
 def _of_part(case: PartCase, folder: Path, stack: ExitStack, *, may_train: bool = True) -> Contest:

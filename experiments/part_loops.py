@@ -50,8 +50,7 @@ class PartLoop(ABC):
 
     def epoch(self) -> list[tuple[float, float]]:
         """Train an epoch; return its steps' seconds, by the clock and of this process' CPUs."""
-        self.model.train()
-        self.part.eval()
+        self._set_modes()
         times = [(time.perf_counter(), time.process_time())]
         for batch in self._batches():
             moved = {name: one.to(self.device, non_blocking=True) for name, one in batch.items()}
@@ -64,6 +63,10 @@ class PartLoop(ABC):
             self.losses.append(loss.detach())
             times.append((time.perf_counter(), time.process_time()))
         return [(b - a, d - c) for (a, c), (b, d) in zip(times[:-1], times[1:], strict=True)]
+
+    def _set_modes(self) -> None:
+        self.model.train()
+        self.part.eval()
 
     def _loader(self, dataset: Any) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(len(self.losses))

@@ -313,21 +313,25 @@ def test_a_run_on_a_device_s_rows_equals_an_uncached_one_bit_by_bit(
             assert torch.equal(other_weights[name], wanted), name
 
 
+def of_texts(data: Any, **settings: Any) -> Trainer:
+    """Return a Trainer of a BERT whose first layer is frozen, on texts padded by batch."""
+    return Trainer(
+        tiny_bert(),
+        data,
+        optimizer=lambda named: SGD([p for _, p in named], lr=0.1),
+        freeze=FreezeSchedule((1,)),
+        collate_fn=pad_to_longest,
+        progress=False,
+        **settings,
+    )
+
+
 def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # From the shortest to the longest, as files may be.
     data = sorted(sentences(400), key=lambda row: len(row["input_ids"]))
-    with Trainer(
-        tiny_bert(),
-        data,
-        optimizer=lambda named: SGD([p for _, p in named], lr=0.1),
-        freeze=FreezeSchedule((1,)),
-        epochs=2,
-        global_batch_size=4,
-        collate_fn=pad_to_longest,
-        progress=False,
-    ) as trainer:
+    with of_texts(data, epochs=2, global_batch_size=4) as trainer:
         with caplog.at_level(logging.INFO):
             trainer.fit()
         taken = trainer.report.cache_bytes
@@ -416,18 +420,11 @@ def test_a_limit_holds_as_many_texts_as_their_mean_length_allows(
     caplog.set_level(logging.INFO)
     data, state, limit_bytes = sentences(120), [], 60 * (11 * 16 * 8 + 5 * 64)
     for cache in (True, False):
-        with measuring(freely), Trainer(
-            tiny_bert(),
-            data,
-            optimizer=lambda named: SGD([p for _, p in named], lr=0.1),
-            freeze=FreezeSchedule((1,)),
-            epochs=3,
-            global_batch_size=8,
-            collate_fn=pad_to_longest,
-            progress=False,
-            cache=cache,
-            cache_limit_bytes=limit_bytes,
-        ) as trainer:  # fmt: skip
+        settings: dict[str, Any] = {"cache": cache, "cache_limit_bytes": limit_bytes}
+        with (
+            measuring(freely),
+            of_texts(data, epochs=3, global_batch_size=8, **settings) as trainer,
+        ):
             trainer.fit()
             if cache:
                 store = store_of(trainer)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipetransformer import attach
+from tests.helpers.part_models import counted_steps
 
 NUM, TILES = 12, 3
 RARELY = (1, 1, 1, 1, 1, 1, 1, 2, 0)
@@ -104,12 +104,7 @@ def _run(forward: _Forward, gate: float, nums: Sequence[int], *, by_hand: bool) 
     losses, hits = list[float](), 0
     with attach(model, parts=["tower"], cache=True) as cached:
         for _ in range(3):
-            for batch in loader if by_hand else cached.epoch(loader):
-                loss = F.cross_entropy(model(batch["x"], batch["num"]), batch["y"])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+            losses += counted_steps(model, optimizer, loader if by_hand else cached.epoch(loader))
         hits = cached.stats.hits
     return _Run(losses, [p.detach() for p in model.parameters()], hits)
 

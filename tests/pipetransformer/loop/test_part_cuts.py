@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipetransformer import attach
+from tests.helpers.part_models import counted_steps
 
 NUM, BATCH, MOST = 64, 8, 3
 RARE = 59
@@ -113,12 +113,7 @@ def _train(
     losses = list[float]()
     with attach(model, parts=["tower"], cache=True) as cached:
         for _ in range(2):
-            for batch in loader if by_hand else cached.epoch(loader):
-                loss = F.cross_entropy(model(batch["x"], batch["num"]), batch["y"])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+            losses += counted_steps(model, optimizer, loader if by_hand else cached.epoch(loader))
         assert by_hand or cached.stats.hits == NUM
     return losses
 
