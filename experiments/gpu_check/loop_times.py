@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -31,38 +32,66 @@ def time_loops(findings: Findings, case: LoopCase, device: str, *, num_warm: int
         # The first epoch, with nothing frozen, warms up; then one fills.
         for frozen in (0, 0, *[case.num_frozen] * (1 + num_warm)):
             for name, loop in loops.items():
-                found[name].append(_epoch_ms(loop, frozen, device))
-        _compare_losses(loops)
-    for state, epochs in (("unfrozen", [1]), ("filling", [2]), ("warm", range(3, 3 + num_warm))):
-        ms = {name: np.median([found[name][n] for n in epochs], axis=0) for name in loops}
-        for name in loops:
-            if name in ("plain", "ideal"):
-                continue
+                found[name].append(epoch_ms(partial(_run, loop, frozen), device))
+        compare_losses({n: float(np.mean(one.outcome().losses)) for n, one in loops.items()})
+    states = {"unfrozen": slice(1, 2), "filling": slice(2, 3), "warm": slice(3, None)}
+    note_times(findings, case.name, found, states, ideal="ideal")
+
+
+def _run(loop: Loop, num_frozen: int) -> int:
+    loop.epoch(num_frozen)
+    return loop.case.steps_per_epoch
+
+
+def note_times(
+    findings: Findings,
+    case: str,
+    found: Mapping[str, Sequence[tuple[float, float]]],
+    states: Mapping[str, slice],
+    *,
+    ideal: str,
+) -> None:
+    """Note each state of each of our loops, by the medians of its epochs.
+
+    Args:
+        found: of each loop, an epoch's time a step and the main thread's own, in ms.
+        ideal: the loop that ours are held against, beside "plain".
+    """
+    for state, epochs in states.items():
+        ms = {name: np.median(times[epochs], axis=0) for name, times in found.items()}
+        for name in [one for one in found if one not in ("plain", ideal)]:
             findings.note(
-                f"{case.name}, {state}, {name}",
-                of_ideal=float(ms["ideal"][0] / ms[name][0]),
+                f"{case}, {state}, {name}",
+                of_ideal=float(ms[ideal][0] / ms[name][0]),
                 plain_over_ours=float(ms["plain"][0] / ms[name][0]),
-                ours_ms=float(ms[name][0]),
-                plain_ms=float(ms["plain"][0]),
-                ideal_ms=float(ms["ideal"][0]),
                 main_thread_ms={one: float(values[1]) for one, values in ms.items()},
+                **{
+                    f"{key}_ms": float(ms[one][0])
+                    for key, one in (
+                        ("ours", name),
+                        ("plain", "plain"),
+                        (ideal.replace(" ", "_"), ideal),
+                    )
+                },
             )
 
 
-def _compare_losses(loops: Mapping[str, Loop]) -> None:
-    """Raise a ValueError where loops that are timed do not learn alike."""
-    losses = {name: float(np.mean(loop.outcome().losses)) for name, loop in loops.items()}
-    for name, loss in losses.items():
-        if not abs(loss - losses["plain"]) <= 0.02 * abs(losses["plain"]):
-            raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {losses}")
+def compare_losses(means: Mapping[str, float]) -> None:
+    """Raise a ValueError where loops that are timed do not learn alike, by their mean losses."""
+    for name, loss in means.items():
+        if not abs(loss - means["plain"]) <= 0.02 * abs(means["plain"]):
+            raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {means}")
 
 
-def _epoch_ms(loop: Loop, num_frozen: int, device: str) -> tuple[float, float]:
-    """Return an epoch's time a step, and the main thread's own, in ms."""
+def epoch_ms(run: Callable[[], int], device: str) -> tuple[float, float]:
+    """Return an epoch's time a step, and the main thread's own, in ms.
+
+    Args:
+        run: returns the number of steps.
+    """
     synchronize(device)
     start, own = time.perf_counter(), time.thread_time()
-    loop.epoch(num_frozen)
+    num = run()
     own = time.thread_time() - own  # Before the wait, in which this thread may spin.
     synchronize(device)
-    steps = loop.case.steps_per_epoch / 1e3
-    return (time.perf_counter() - start) / steps, own / steps
+    return 1e3 * (time.perf_counter() - start) / num, 1e3 * own / num

@@ -6,18 +6,16 @@ fast     whole epochs in turn, in bfloat16: filling, then warm, rows on the devi
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from experiments.gpu_check.device_time import synchronize
 from experiments.gpu_check.findings import Findings, Setting
+from experiments.gpu_check.loop_times import compare_losses, epoch_ms, note_times
 from experiments.gpu_check.loops import Outcome
 from experiments.gpu_check.short_runs import IN_FLOAT64, compared
 from experiments.part_cases import LARGE, TINY, PartCase, part_cases
@@ -98,36 +96,12 @@ def _timed(findings: Findings, case: PartCase, setting: Setting, places: tuple[s
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
             for _ in range(1 if is_warm_up else 1 + num_warm):
                 for name, loop in loops.items():
-                    found[name].append(_epoch_ms(loop, device))
-            _compare_losses(loops)
-    for state, epochs in (("filling", slice(0, 1)), ("warm", slice(1, None))):
-        ms = {name: np.median(found[name][epochs], axis=0) for name in loops}
-        for name in loops:
-            if name.startswith("ours"):
-                findings.note(
-                    f"{case.name}, {state}, {name}",
-                    of_ideal=float(ms["by hand"][0] / ms[name][0]),
-                    plain_over_ours=float(ms["plain"][0] / ms[name][0]),
-                    ours_ms=float(ms[name][0]),
-                    by_hand_ms=float(ms["by hand"][0]),
-                    plain_ms=float(ms["plain"][0]),
-                    main_thread_ms={one: float(values[1]) for one, values in ms.items()},
-                )
+                    found[name].append(epoch_ms(partial(_run, loop), device))
+            means = {n: float(torch.stack(one.losses).mean()) for n, one in loops.items()}
+            compare_losses(means)
+    states = {"filling": slice(0, 1), "warm": slice(1, None)}
+    note_times(findings, case.name, found, states, ideal="by hand")
 
 
-def _compare_losses(loops: dict[str, PartLoop]) -> None:
-    """Raise a ValueError where loops that are timed do not learn alike."""
-    losses = {name: float(torch.stack(loop.losses).mean()) for name, loop in loops.items()}
-    for name, loss in losses.items():
-        if not abs(loss - losses["plain"]) <= 0.02 * abs(losses["plain"]):
-            raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {losses}")
-
-
-def _epoch_ms(loop: PartLoop, device: str) -> tuple[float, float]:
-    """Return an epoch's time a step, and the main thread's own, in ms."""
-    synchronize(device)
-    start, own = time.perf_counter(), time.thread_time()
-    num = len(loop.epoch())
-    own = time.thread_time() - own  # Before the wait, in which this thread may spin.
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - start) / num, 1e3 * own / num
+def _run(loop: PartLoop) -> int:
+    return len(loop.epoch())
