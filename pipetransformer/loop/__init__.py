@@ -1,13 +1,10 @@
 """Freeze a model's bottom blocks, and cache what they compute, in a training loop of one's own.
 
-cached_loop: a loop, epoch by epoch ──────┬─► row_service: freezes, serves
-  └─► epoch_policy: asks a policy         │     ├─► loop_model: what a look at the model finds
-callbacks of transformers and Lightning   │     ├─► frozen_blocks; loaders: give indices
-  └─► serving_observer: what they share ──┘     └─► row_batches: of batch_form, pieces
-                                                      ├─► short_forward: from frozen blocks up
-                                                      └─► forward_call, batch_entry: whose rows?
-epoch_policy, serving_observer
-  └─► freeze_observer: asks a policy ─► step_times: what freezing saves ─► freeze_advice: says it
+cached_loop: a loop, epoch by epoch ──────┬─► rows: what is frozen comes from rows
+callbacks of transformers and Lightning   │     ├─► forward: the model's own, from a row up
+  └─► serving_observer: what they share ──┤     └─► batches: of a loader, and whose rows they are
+                                          └─► policy: what freezes, and what that saves
+answers: what losses read of a frozen model
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipetransformer.loop.answers import TokenAnswer, TokenLogProbs, TopAnswer, TopLogits
 from pipetransformer.loop.cached_loop import CachedLoop, attach
-from pipetransformer.loop.freeze_advice import FreezeAdvice
-from pipetransformer.loop.part_check import refuse_wrong_rows
-from pipetransformer.loop.token_log_probs import TokenAnswer, TokenLogProbs
-from pipetransformer.loop.top_logits import TopAnswer, TopLogits
+from pipetransformer.loop.policy import FreezeAdvice
+from pipetransformer.loop.rows import refuse_wrong_rows
 
 if TYPE_CHECKING:
     from pipetransformer.loop.lightning_callback import LightningFreezeCallback

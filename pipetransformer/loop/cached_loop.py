@@ -28,16 +28,16 @@ from torch.utils.data import DataLoader
 from autocache import CacheStats
 from freeze import FreezeChoice, FreezeSchedule, chosen_policy, find_layers
 from pipetransformer.feed import own_random_numbers
-from pipetransformer.loop.batch_form import BatchForm
-from pipetransformer.loop.epoch_policy import EpochPolicy
-from pipetransformer.loop.evaluation_rows import EvaluationRows
-from pipetransformer.loop.forward_call import LoopCall, guessed_call
-from pipetransformer.loop.freeze_advice import FreezeAdvice
-from pipetransformer.loop.loaders import base_of, giving_indices
-from pipetransformer.loop.randomness import generators_kept
-from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import PARTS, check_settings, settings_of_parts
-from pipetransformer.loop.short_forward import learning
+from pipetransformer.loop.batches import BatchForm, base_of, generators_kept, giving_indices
+from pipetransformer.loop.forward import LoopCall, guessed_call, learning
+from pipetransformer.loop.policy import EpochPolicy, FreezeAdvice
+from pipetransformer.loop.rows import (
+    PARTS,
+    EvaluationRows,
+    RowService,
+    check_settings,
+    settings_of_parts,
+)
 from pipetransformer.model import refuse_no_module, refuse_wrapper
 
 _LOGGER = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from freeze import FreezeChoice
-from pipetransformer.loop.loaders import base_of
+from pipetransformer.loop.batches import base_of
 from pipetransformer.loop.serving_observer import ServingObserver
 
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}

@@ -21,10 +21,16 @@ from torch import nn
 
 from autocache import CacheStats
 from freeze import FreezeChoice
-from pipetransformer.loop.evaluation_rows import MOST_EVALUATIONS, EvaluationRows
-from pipetransformer.loop.freeze_observer import FreezeObserver
-from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import CACHE, READS_ALL, check_settings, settings_of_parts
+from pipetransformer.loop.policy import FreezeObserver
+from pipetransformer.loop.rows import (
+    CACHE,
+    MOST_EVALUATIONS,
+    READS_ALL,
+    EvaluationRows,
+    RowService,
+    check_settings,
+    settings_of_parts,
+)
 
 _LOGGER = logging.getLogger(__name__)
 

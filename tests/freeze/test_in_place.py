@@ -25,7 +25,7 @@ from transformers import (
 
 from freeze import QuietUpdates, apply, find_layers
 from freeze.in_place import frozen_in_place, list_before, thawed_by
-from pipetransformer.loop.freeze_observer import FreezeObserver
+from pipetransformer.loop.policy.freeze_observer import FreezeObserver
 from tests.helpers.freezing import Block, Net, same, state
 from tests.helpers.pool import Pool
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipetransformer.loop.adapter_advice import adapter_advice
-from pipetransformer.loop.freeze_observer import FreezeObserver
+from pipetransformer.loop.policy.adapter_advice import adapter_advice
+from pipetransformer.loop.policy.freeze_observer import FreezeObserver
 from tests.helpers.any_models import KINDS, build
 
 QWEN = KINDS["qwen3"]

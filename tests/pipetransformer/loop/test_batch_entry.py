@@ -17,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torchvision.transforms import v2
 from transformers import Trainer, TrainingArguments
 
-from pipetransformer.loop.batch_entry import BatchEntry, Mark
+from pipetransformer.loop.batches.batch_entry import BatchEntry, Mark
 
 NUM, SHAPE = 4, (3, 8, 8)
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from freeze import FreezeContext, FreezeDecision, PaperRule, QuietUpdates
-from pipetransformer.loop.freeze_advice import FreezeAdvice, Look
-from pipetransformer.loop.freeze_observer import FreezeObserver
-from pipetransformer.loop.step_times import StepCosts
+from pipetransformer.loop.policy.freeze_advice import FreezeAdvice, Look
+from pipetransformer.loop.policy.freeze_observer import FreezeObserver
+from pipetransformer.loop.policy.step_times import StepCosts
 from tests.helpers.freezing import Net
 
 

@@ -13,7 +13,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler
 
-from pipetransformer.loop.loaders import base_of, giving_indices
+from pipetransformer.loop.batches.loaders import base_of, giving_indices
 from tests.helpers.any_models import KINDS, data
 from tests.pipetransformer.loop.test_cached_loop import Samples
 from tests.pipetransformer.loop.test_foreign_loops import Loop, assert_equal

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipetransformer.loop.model_watch import ModelWatch, left_alone
+from pipetransformer.loop.forward.model_watch import ModelWatch, left_alone
 
 
 def module() -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import freeze as freezing
 from pipetransformer import FreezeCallback, attach
-from pipetransformer.loop.pieces import Pieces, SampleRows, order_of_rows
+from pipetransformer.loop.batches.pieces import Pieces, SampleRows, order_of_rows
 from tests.helpers.marks import slow
 from tests.helpers.row_models import (
     DEPTH,

@@ -16,7 +16,7 @@ from pipetransformer import CachedLoop, attach
 from tests.helpers.pool import Pool
 
 NUM = 12
-SECONDS = "pipetransformer.loop.row_account._seconds"
+SECONDS = "pipetransformer.loop.rows.row_account._seconds"
 
 
 class _Model(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipetransformer.loop.step_times import StepCosts, StepTimes
+from pipetransformer.loop.policy.step_times import StepCosts, StepTimes
 
 
 def test_costs_are_of_the_layers_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopipe.profile import left_as_found
 from pipetransformer.feed import own_random_numbers
-from pipetransformer.loop.randomness import generators_kept
+from pipetransformer.loop.batches import generators_kept
 from pipetransformer.model import asks_for_gradients, is_opaque, named_tensors, opaque_kept
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipetransformer.loop.randomness import states_of
+from pipetransformer.loop.batches.randomness import states_of
 
 _T = TypeVar("_T")
 

@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from pipetransformer.feed import Batch, Samples
-from pipetransformer.loop.bundles import Bundles
-from pipetransformer.loop.forward_call import LoopCall
-from pipetransformer.loop.model_watch import ModelWatch
-from pipetransformer.loop.partial_forward import PartialForward
-from pipetransformer.loop.row_probe import RowProbe
+from pipetransformer.loop.batches import Bundles
+from pipetransformer.loop.forward import LoopCall, ModelWatch, PartialForward
+from pipetransformer.loop.rows.row_probe import RowProbe
 from pipetransformer.model import Task, parts_forward_of, row_of
 
 

@@ -30,10 +30,10 @@ from freeze import (
 )
 from freeze.in_place import freezing_with, frozen_in_place, thawed_by
 from freeze.signals import WeightChanges, relative_update
-from pipetransformer.loop.adapter_advice import adapter_advice
-from pipetransformer.loop.freeze_advice import FreezeAdvice, Look
-from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.step_times import StepCosts, StepTimes
+from pipetransformer.loop.policy.adapter_advice import adapter_advice
+from pipetransformer.loop.policy.freeze_advice import FreezeAdvice, Look
+from pipetransformer.loop.policy.step_times import StepCosts, StepTimes
+from pipetransformer.loop.rows import RowService
 
 _SIGNALS = frozenset({"relative_update"})
 _LOGGER = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from pipetransformer.loop.model_watch import ModelWatch
+from pipetransformer.loop.forward.model_watch import ModelWatch
 from pipetransformer.model import FollowedFloats
 
 _MOST_MISSES = 4

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from pipetransformer.loop.row_batches import RowBatches
+from pipetransformer.loop.rows.row_batches import RowBatches
 
 _LOGGER = logging.getLogger(__name__)
 

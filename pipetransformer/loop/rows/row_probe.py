@@ -24,9 +24,8 @@ from autopipe.profile import graph_leaves
 from autopipe.random_state import random_state
 from pipetransformer.checks import differ
 from pipetransformer.feed import Batch, Samples
-from pipetransformer.loop.joined_texts import TOKENS
-from pipetransformer.loop.model_watch import InnerHooks, ModelWatch, left_alone
-from pipetransformer.loop.partial_forward import PartialForward
+from pipetransformer.loop.batches import TOKENS
+from pipetransformer.loop.forward import InnerHooks, ModelWatch, PartialForward, left_alone
 from pipetransformer.model import (
     TARGETS,
     Reads,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipetransformer.feed import tell_of_loss, tell_of_outputs
-from pipetransformer.loop.forward_call import RowBatch
+from pipetransformer.loop.forward.forward_call import RowBatch
 from pipetransformer.model import (
     Task,
     forward_parameters,

@@ -8,7 +8,7 @@ from torch import nn
 
 import freeze as freezing
 from freeze.in_place import freeze_parameters, thawed_by
-from pipetransformer.loop.loop_model import LoopModel
+from pipetransformer.loop.rows.loop_model import LoopModel
 
 
 @final

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from freeze import FreezePolicy
-from pipetransformer.loop.freeze_observer import FreezeObserver
-from pipetransformer.loop.row_service import RowService
+from pipetransformer.loop.policy.freeze_observer import FreezeObserver
+from pipetransformer.loop.rows import RowService
 
 
 @final

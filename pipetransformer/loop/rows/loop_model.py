@@ -17,18 +17,29 @@ from autopipe.loss import Loss
 from freeze.in_place import list_before
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed import Samples, TargetSource, own_random_numbers
-from pipetransformer.loop.batch_form import BatchForm, LoaderCollation, beside
-from pipetransformer.loop.bundles import Bundles
-from pipetransformer.loop.data_watch import DataWatch
-from pipetransformer.loop.forward_call import LoopCall
-from pipetransformer.loop.frozen_parts import UNTIED_LATE
-from pipetransformer.loop.joined_texts import POSITIONS, TOKENS, JoinedTexts
-from pipetransformer.loop.model_watch import InnerHooks, left_alone
-from pipetransformer.loop.partial_forward import PartialForward
-from pipetransformer.loop.pieces import Pieces, in_pieces
-from pipetransformer.loop.replaced_forward import in_own_forward
-from pipetransformer.loop.settings import LoopSettings
-from pipetransformer.loop.sharded_weights import Place, ShardedWeights
+from pipetransformer.loop.batches import (
+    POSITIONS,
+    TOKENS,
+    BatchForm,
+    Bundles,
+    DataWatch,
+    JoinedTexts,
+    LoaderCollation,
+    Pieces,
+    beside,
+    in_pieces,
+)
+from pipetransformer.loop.forward import (
+    InnerHooks,
+    LoopCall,
+    PartialForward,
+    Place,
+    ShardedWeights,
+    in_own_forward,
+    left_alone,
+)
+from pipetransformer.loop.rows.frozen_parts import UNTIED_LATE
+from pipetransformer.loop.rows.settings import LoopSettings
 from pipetransformer.model import (
     DTYPES,
     ForwardFailedError,

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pipetransformer.loop.batch_entry import BatchEntry, Mark
-from pipetransformer.loop.joined_texts import DERIVED
+from pipetransformer.loop.batches import DERIVED, BatchEntry, Mark
 from pipetransformer.model import ROUTERS, TARGETS, names_of, unwrapped
 
 _HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_head")

@@ -31,17 +31,16 @@ from torch.utils.hooks import RemovableHandle
 
 from pipetransformer.checks import differ
 from pipetransformer.feed import FrozenPrefix
-from pipetransformer.loop.batch_entry import BatchEntry, Mark, plain
-from pipetransformer.loop.forward_call import (
+from pipetransformer.loop.batches import TOKENS, BatchEntry, Mark, plain
+from pipetransformer.loop.forward.forward_call import (
     ForwardCall,
     LoopCall,
     RowBatch,
     holds_entries,
     with_plain,
 )
-from pipetransformer.loop.joined_texts import TOKENS
-from pipetransformer.loop.model_watch import HOOKS, InnerHooks, ModelWatch, hold_others
-from pipetransformer.loop.partial_forward import autocast_dtype
+from pipetransformer.loop.forward.model_watch import HOOKS, InnerHooks, ModelWatch, hold_others
+from pipetransformer.loop.forward.partial_forward import autocast_dtype
 from pipetransformer.model import (
     PartCall,
     adapter_names,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipetransformer.feed import Batch
-from pipetransformer.loop.loop_model import LoopModel
-from pipetransformer.loop.model_watch import left_alone
-from pipetransformer.loop.row_probe import tensors_in
+from pipetransformer.loop.forward import left_alone
+from pipetransformer.loop.rows.loop_model import LoopModel
+from pipetransformer.loop.rows.row_probe import tensors_in
 from pipetransformer.model import whole_in_mode
 
 _NUM_SAMPLES = 8

@@ -24,10 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from pipetransformer.feed import Batch, Collation
-from pipetransformer.loop.batch_entry import BatchEntry, Mark
-from pipetransformer.loop.bundles import bundles_of, signed
-from pipetransformer.loop.joined_texts import TOKENS, joined_names, padded
-from pipetransformer.loop.pieces import Pieces, SampleRows, order_of_rows
+from pipetransformer.loop.batches.batch_entry import BatchEntry, Mark
+from pipetransformer.loop.batches.bundles import bundles_of, signed
+from pipetransformer.loop.batches.joined_texts import TOKENS, joined_names, padded
+from pipetransformer.loop.batches.pieces import Pieces, SampleRows, order_of_rows
 
 _MOST_ALONE = 256
 _SIZES = (2, 4)

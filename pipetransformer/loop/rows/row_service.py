@@ -23,26 +23,29 @@ from autocache import CacheStats
 from autodp import broadcast_json
 from freeze.in_place import freeze_modules
 from pipetransformer.feed import SampleFeed, check_dataset, own_random_numbers
-from pipetransformer.loop.batch_form import BatchForm
-from pipetransformer.loop.forward_call import LoopCall, guessed_call
-from pipetransformer.loop.frozen_blocks import FrozenBlocks
-from pipetransformer.loop.frozen_parts import FrozenParts
-from pipetransformer.loop.loaders import (
+from pipetransformer.loop.batches import (
+    BatchForm,
     base_of,
+    generators_kept,
     giving_indices,
     is_same_dataset,
     is_same_function,
 )
-from pipetransformer.loop.loop_model import look_at
-from pipetransformer.loop.model_watch import ModelWatch
-from pipetransformer.loop.randomness import generators_kept
-from pipetransformer.loop.released_parts import ReleasedParts
-from pipetransformer.loop.row_account import RowAccount, row_account
-from pipetransformer.loop.row_batches import LoopPlace, RowBatches
-from pipetransformer.loop.row_probe import RowProbe
-from pipetransformer.loop.settings import LoopSettings
-from pipetransformer.loop.sharded_weights import ShardedWeights
-from pipetransformer.loop.short_forward import ShortForward
+from pipetransformer.loop.forward import (
+    LoopCall,
+    ModelWatch,
+    ShardedWeights,
+    ShortForward,
+    guessed_call,
+)
+from pipetransformer.loop.rows.frozen_blocks import FrozenBlocks
+from pipetransformer.loop.rows.frozen_parts import FrozenParts
+from pipetransformer.loop.rows.loop_model import look_at
+from pipetransformer.loop.rows.released_parts import ReleasedParts
+from pipetransformer.loop.rows.row_account import RowAccount, row_account
+from pipetransformer.loop.rows.row_batches import LoopPlace, RowBatches
+from pipetransformer.loop.rows.row_probe import RowProbe
+from pipetransformer.loop.rows.settings import LoopSettings
 from pipetransformer.model import NoRowError, Task, names_of
 from pipetransformer.processes import World, connect
 

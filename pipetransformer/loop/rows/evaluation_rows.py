@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from pipetransformer.feed import own_random_numbers
-from pipetransformer.loop.batch_form import BatchForm
-from pipetransformer.loop.loaders import base_of
-from pipetransformer.loop.randomness import generators_kept
-from pipetransformer.loop.row_service import RowService
-from pipetransformer.loop.settings import PARTS
+from pipetransformer.loop.batches import BatchForm, base_of, generators_kept
+from pipetransformer.loop.rows.row_service import RowService
+from pipetransformer.loop.rows.settings import PARTS
 
 _CPU = torch.device("cpu")
 MOST_EVALUATIONS = 4

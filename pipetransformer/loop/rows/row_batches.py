@@ -22,15 +22,19 @@ from pipetransformer.feed import (
     own_random_numbers,
     refuse_counted_padding,
 )
-from pipetransformer.loop.forward_call import LoopCall, RowBatch
-from pipetransformer.loop.joined_texts import refuse_unlike
-from pipetransformer.loop.loop_model import LoopModel
-from pipetransformer.loop.model_watch import ModelWatch
-from pipetransformer.loop.randomness import warn_of_draws
-from pipetransformer.loop.rounding import compare_rounded
-from pipetransformer.loop.settings import LoopSettings
-from pipetransformer.loop.sharded_weights import NotHereError, Place, all_agree
-from pipetransformer.loop.short_forward import ShortForward
+from pipetransformer.loop.batches import refuse_unlike, warn_of_draws
+from pipetransformer.loop.forward import (
+    LoopCall,
+    ModelWatch,
+    NotHereError,
+    Place,
+    RowBatch,
+    ShortForward,
+    all_agree,
+    compare_rounded,
+)
+from pipetransformer.loop.rows.loop_model import LoopModel
+from pipetransformer.loop.rows.settings import LoopSettings
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipetransformer.loop.step_times import StepCosts
+from pipetransformer.loop.policy.step_times import StepCosts
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autocache import HIDDEN
 from autopipe.random_state import random_state
 from pipetransformer.checks import differ
-from pipetransformer.loop.bundles import Bundles
-from pipetransformer.loop.forward_call import LoopCall
-from pipetransformer.loop.joined_texts import TOKENS, JoinedTexts
-from pipetransformer.loop.part_cuts import PartCuts, Reached
-from pipetransformer.loop.replaced_forward import in_own_forward
+from pipetransformer.loop.batches import TOKENS, Bundles, JoinedTexts
+from pipetransformer.loop.forward.forward_call import LoopCall
+from pipetransformer.loop.forward.part_cuts import PartCuts, Reached
+from pipetransformer.loop.forward.replaced_forward import in_own_forward
 from pipetransformer.model import (
     Row,
     Task,
