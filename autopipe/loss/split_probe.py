@@ -79,9 +79,14 @@ class SplitProbe:
         self._is_due = starts_epoch or comes_round or self._step < _FIRST_STEPS
         self._parts = []
 
+    @property
+    def is_watching(self) -> bool:
+        """Return whether this step's losses are compared."""
+        return self._is_due and not (self._loss_fn.is_exact or self._is_random)
+
     def watch(self, output: Any, target: Any) -> None:
         """Keep a micro-batch's output and target for the probe, before the loss is computed."""
-        if self._loss_fn.is_exact or self._is_random or not self._is_due:
+        if not self.is_watching:
             return
         part = (tree_map(Tensor.detach, output), target)
         # Only tensors whose first dimension is the sample can be split.

@@ -89,6 +89,7 @@ class RunOptions:
         "auto", "whether the backward computes activations again"
     )
     compile: bool = option(False, "compile blocks with torch.compile")
+    cuda_graph: bool = option(False, "launch a step on the only GPU as one CUDA graph")
     scale_batch: bool = option(False, "let the batch grow with the replicas, as published")
     dataloader_num_workers: int = option(0, "processes that read data, for each that trains")
     checkpoint_every_epochs: int = option(0, "0 saves none; a killed run goes on from one")
@@ -131,8 +132,8 @@ class RunOptions:
 _AS_THE_TRAINERS = (
     "max_steps", "global_batch_size", "warmup", "layer_decay", "seed", "group_by_length", "cache",
     "cache_keep", "memory_limit_bytes", "pipeline_length", "max_replicas", "micro_batches",
-    "scale_batch", "plan", "schedule", "weight_versions", "compile", "freeze_interval_steps",
-    "freeze_interval_share", "signals",
+    "scale_batch", "plan", "schedule", "weight_versions", "compile", "cuda_graph",
+    "freeze_interval_steps", "freeze_interval_share", "signals",
 )  # fmt: skip
 """Options that the Trainer has under the same names."""
 _CHECKPOINTING: Mapping[str, Any] = {"auto": "auto", "true": True, "false": False}

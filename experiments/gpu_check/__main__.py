@@ -16,6 +16,7 @@ from experiments.gpu_check.table import table
 _ROOM = "experiments.gpu_check.phases"
 _SECONDS = {
     "card": (20, 25),
+    "graphs": (120, 40),
     "language": (150, 40),
     "loops": (280, 80),
     "parts": (100, 40),

@@ -15,16 +15,24 @@ from experiments.gpu_check.loops import Attached, ByTrainer, Ideal, Loop, Plain
 from experiments.gpu_check.workloads import LoopCase
 
 
-def time_loops(findings: Findings, case: LoopCase, device: str, *, num_warm: int) -> None:
+def with_rows(case: LoopCase, device: str) -> dict[str, Loop]:
+    """Return our loops, with rows wherever they may lie."""
+    loops: dict[str, Loop] = {}
+    for place in ("cuda", "cpu") if device == "cuda" else ("cpu",):
+        loops[f"attach, rows in {place}"] = Attached(case, device, cache_device=place)
+        loops[f"Trainer, rows in {place}"] = ByTrainer(case, device, cache_device=place)
+    return loops
+
+
+def time_loops(
+    findings: Findings, case: LoopCase, device: str, ours: Mapping[str, Loop], *, num_warm: int
+) -> None:
     """Note the times of epochs: unfrozen, the one that fills, and the median of warm ones.
 
     Raises:
         ValueError: the loops do not learn alike.
     """
-    loops: dict[str, Loop] = {"plain": Plain(case, device), "ideal": Ideal(case, device)}
-    for place in ("cuda", "cpu") if device == "cuda" else ("cpu",):
-        loops[f"attach, rows in {place}"] = Attached(case, device, cache_device=place)
-        loops[f"Trainer, rows in {place}"] = ByTrainer(case, device, cache_device=place)
+    loops = {"plain": Plain(case, device), "ideal": Ideal(case, device), **ours}
     with ExitStack() as stack:
         for loop in loops.values():
             stack.callback(loop.close)

@@ -56,7 +56,7 @@ _PLAIN: dict[str, Any] = {
     "num_workers": 0, "precision": None,
     "collate_fn": None,  # The batch is collated.
     # Graphs of a twin in float64 would take long, and are not those of the run.
-    "compile": False, "compile_backend": "inductor", "compile_mode": None,
+    "compile": False, "compile_backend": "inductor", "compile_mode": None, "cuda_graph": False,
 }  # fmt: skip
 """Settings of the steps that are verified."""
 

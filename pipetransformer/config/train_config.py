@@ -126,6 +126,11 @@ class TrainConfig:
     compile_mode: Literal["max-autotune-no-cudagraphs"] | None = None
     """How long inductor searches for fast kernels; None is torch's usual way. CUDA graphs are not
     offered: their outputs do not outlive the next micro-batch."""
+    cuda_graph: bool = False
+    """Launch a step on a run's only GPU at once, as a CUDA graph, from the second batch of each
+    shape on. Worth it where a step computes for less time than Python takes to launch it. What
+    cannot be captured is launched as ever, and one line says why. Learning rates are kept in
+    float32 on the GPU, so weights may differ from a run without in their last bits."""
     max_grad_norm: Annotated[float | None, rules.POSITIVE] = None
     """Largest norm of the whole model's gradient; None does not clip."""
     on_nonfinite: Literal["raise", "skip"] = "raise"

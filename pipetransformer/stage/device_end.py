@@ -72,13 +72,16 @@ class DeviceEnd(StepEnd):
 
     waits = False
 
-    def __init__(self, config: TrainConfig, part: TrainedPart, refusals: Refusals) -> None:
+    def __init__(
+        self, config: TrainConfig, part: TrainedPart, refusals: Refusals, device: torch.device
+    ) -> None:
         assert part.optimizer is not None
         self._part, self._optimizer, self._refusals = part, part.optimizer, refusals
         self._limit, self._keeps_bad = config.max_grad_norm, config.on_nonfinite == "raise"
         # A 0-dim tensor in host memory goes into one launch; a Python number divides in two.
         self._most = torch.tensor(self._limit or 0.0, dtype=torch.float64)
-        self._bad: Tensor | None = None
+        # Whether a step was bad; in place, as a graph's kernels write it, too.
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._ended = ""
 
     @staticmethod
@@ -109,20 +112,19 @@ class DeviceEnd(StepEnd):
         start = time.perf_counter()
         found = work.findings(wrong=bool(wrong), stops=stops)
         self._refusals.check([found], wrong, first_step=coming.step)
-        values = self._scaled(work, len(coming.ids))
+        values = work.values
+        if values is None:
+            values = self.scaled(work)
+            self._part.update(coming)
         judge = partial(self._judge, step=coming.step, batches=work.batches)
         numbers = LateNumbers(values, judge)
-        self._part.update(coming)
         spent_s["compute"] += time.perf_counter() - start
         return numbers, found
 
     @torch.no_grad()
-    def _scaled(self, work: TrainWork, num_samples: int) -> Tensor:
-        """Scale and clip the gradients, and have a bad step skipped; return its numbers."""
-        total, count = work.loss.sums()
-        assert isinstance(total, Tensor), "a loss with a gradient is a tensor"
-        loss, correction = mean_and_correction(total, count, num_samples)
-        assert isinstance(loss, Tensor) and not isinstance(correction, float)
+    def scaled(self, work: TrainWork) -> Tensor:
+        """Scale and clip the gradients, and have a bad step skipped; return its numbers, (n,)."""
+        loss, correction = loss_and_correction(work)
         squares, square = self._part.signals.squared_norms(scale=correction)
         norm = square.sqrt()
         # inf - inf and anything with NaN is NaN, which differs from 0.
@@ -163,11 +165,18 @@ class DeviceEnd(StepEnd):
 
     def _heed(self, bad: Tensor) -> None:
         """Have the optimizer leave out the update of a step that is bad."""
-        if self._keeps_bad:
-            bad = bad if self._bad is None else bad | self._bad
-            self._bad = bad
+        bad = self._bad.logical_or_(bad) if self._keeps_bad else bad
         # Where torch's fused optimizers look for it, as GradScaler tells them.
         self._optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+
+
+def loss_and_correction(work: TrainWork) -> tuple[Tensor, Tensor | None]:
+    """Return a step's mean loss, and the factor on its gradients; None is 1."""
+    total, count = work.loss.sums()
+    assert isinstance(total, Tensor), "a loss with a gradient is a tensor"
+    loss, correction = mean_and_correction(total, count, len(work.batches.ids))
+    assert isinstance(loss, Tensor) and not isinstance(correction, float)
+    return loss, correction
 
 
 def where_in(values: Sequence[float], sublayers: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,10 +19,11 @@ from pipetransformer.feed import ComingStep, Rows, SampleError
 from pipetransformer.model import LossScale, Task, in_mode, modes_of, set_modes
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
-from pipetransformer.stage.device_end import DeviceEnd
+from pipetransformer.stage.device_end import DeviceEnd, loss_and_correction
 from pipetransformer.stage.diagnosis import StageWatch
 from pipetransformer.stage.refusals import Refusals
 from pipetransformer.stage.step_end import HostEnd, StepEnd
+from pipetransformer.stage.step_graphs import StepGraphs, StepKernels, tell_why_not
 from pipetransformer.stage.step_result import StepResult
 from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.wiring import StageWiring
@@ -79,6 +81,7 @@ class Stage:
         self._sums = WorldSums(world, timeout_s=wiring.timeout_s, counts=self.speaks_for_stage)
         self._refusals = Refusals(task, world, indices, reads=self.index == 0, probe=self._probe)
         self._end = self._step_end()
+        self._graphs = self._step_graphs()
 
     def _step_end(self) -> StepEnd:
         """Return what ends steps: on a run's only GPU the device, unless the host must decide."""
@@ -86,7 +89,7 @@ class Stage:
         is_alone = world.size == 1 and world.device.type == "cuda"
         host_decides = scale.is_dynamic or task.config.weight_versions is not None
         if is_alone and not host_decides and DeviceEnd.fits(part.optimizer, part.signals):
-            return DeviceEnd(task.config, part, self._refusals)
+            return DeviceEnd(task.config, part, self._refusals, world.device)
         return HostEnd(
             self._wiring,
             world,
@@ -96,8 +99,43 @@ class Stage:
             loss_scale=scale,
         )
 
+    def _step_graphs(self) -> StepGraphs | None:
+        """Return what captures steps, if that is set, and can be."""
+        task = self._task
+        if not task.config.cuda_graph:
+            return None
+        if not isinstance(self._end, DeviceEnd):
+            if self._world.is_main:
+                tell_why_not(task.config, self._world.device, size=self._world.size)
+            return None
+        sublayers = [task.model.sublayers[index] for index in self._wiring.indices]
+        return StepGraphs(
+            self.trained,
+            self._world.device,
+            StepKernels(self._train_on_device, self._loss_on_device),
+            modules=[module for one in sublayers for module in one.module.modules()],
+            repeats=bool(self._wiring.repeated),
+        )
+
+    def _train_on_device(self, work: TrainWork) -> Tensor:
+        """Launch a whole step; return its numbers, see `LateNumbers`."""
+        assert isinstance(self._end, DeviceEnd) and self.trained.optimizer is not None
+        with self._compiled():
+            self._launch(work, None).run()
+        values = self._end.scaled(work)
+        self.trained.optimizer.step()
+        return values
+
+    def _loss_on_device(self, work: TrainWork) -> Tensor:
+        """Launch a step's forwards; return the mean loss, 0-dim."""
+        with self._compiled():
+            self._launch_forwards(work)
+        return loss_and_correction(work)[0]
+
     def close(self) -> None:
         """Free the stage's own memory, even if the stage itself is kept."""
+        if self._graphs is not None:
+            self._graphs.close()
         self.trained.close()
 
     def end_training(self) -> None:
@@ -135,14 +173,7 @@ class Stage:
         intrusion = self._begin_step(looks=looks)
         work = self._train_work(coming, rows, next_ids)
         self._bring_samples(work)
-        report = StageReport(0.0, 0.0, 0)
-        if work.batches.sizes:  # Else this replica has no samples.
-            # Sums over replicas go on beside the last backward, which completes the gradients.
-            arm = None if self.trained.reducer is None else self.trained.reducer.arm
-            with self._compiled():
-                report = self._launch(work, recorder).run(before_last_backward=arm)
-            work.finish_step()
-            report = self._with_kernels(report, recorder)
+        report = self._compute(coming, work, recorder, is_usual=not intrusion)
         wrong = intrusion or (self._watch.find_written() if looks else "")
         self._has_unseen = not looks
         spent_s = {
@@ -155,8 +186,28 @@ class Stage:
         seconds = time.perf_counter() - start
         return StepResult.of(numbers, sums, work.stats, seconds=seconds, spent_s=spent_s)
 
+    def _compute(
+        self, coming: ComingStep, work: TrainWork, recorder: Recorder | None, *, is_usual: bool
+    ) -> StageReport:
+        """Compute a step's gradients, or by a graph all of it, where nothing is noted of it."""
+        if not work.batches.sizes:  # This replica has no samples.
+            return StageReport(0.0, 0.0, 0)
+        graphs, start = self._graphs, time.perf_counter()
+        is_usual = is_usual and recorder is None and not self._probe.is_watching
+        if graphs is not None and is_usual and graphs.run(work, coming):
+            return StageReport(time.perf_counter() - start, 0.0, 1)
+        # Sums over replicas go on beside the last backward, which completes the gradients.
+        arm = None if self.trained.reducer is None else self.trained.reducer.arm
+        looking = nullcontext() if graphs is None else graphs.looking(work)
+        with looking, self._compiled():
+            report = self._launch(work, recorder).run(before_last_backward=arm)
+        work.finish_step()
+        return self._with_kernels(report, recorder)
+
     def settle(self) -> None:
         """Look at what steps have left out, and raise as they do."""
+        if self._graphs is not None:
+            self._graphs.settle()
         if self._has_unseen:
             self._has_unseen = False
             if wrong := self._watch.find_written(trained=False) or self._watch.begin():
@@ -250,10 +301,13 @@ class Stage:
 
     def _run_forwards(self, work: LayerWork) -> None:
         self._bring_samples(work)
+        self._launch_forwards(work)
+        work.finish_step()
+
+    def _launch_forwards(self, work: LayerWork) -> None:
         sizes = work.batches.sizes
         program = forward_only(self.topology.workers, len(sizes))[self._worker]
         StageRun(program, work, self._links, sizes).run()
-        work.finish_step()
 
     def _launch(self, work: TrainWork, recorder: Recorder | None) -> StageRun:
         """Return the schedule of a step's micro-batches, ready to run."""

@@ -82,11 +82,20 @@ class TrainedPart:
         """Make the optimizer's step at the rates of a coming step."""
         if self.optimizer is None:
             return
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * coming.learning_rate_factor
+        self.set_rates(coming)
         # An optimizer that rounds stochastically must do so alike on all replicas.
         seed_torch(mix_seed(self._task.config.seed, coming.step, self._index), self._world.device)
         self.optimizer.step()
+
+    def set_rates(self, coming: ComingStep) -> None:
+        """Give the optimizer a step's learning rates."""
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            rate = group["initial_lr"] * coming.learning_rate_factor
+            if isinstance(group["lr"], Tensor):  # A graph's kernels read it there.
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def end_training(self) -> None:
         """Take the hooks off parameters, for others to train them."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ class LayerWork(StageWork):
     Attributes:
         where: which step this is: the beginning of errors' texts.
         own: the micro-batches that this worker takes.
+        parts: of those, the entries that this rank has read, on its device.
         data_s: seconds spent on samples and side inputs.
     """
 
@@ -94,7 +96,7 @@ class LayerWork(StageWork):
         self._headless = wiring.is_last and not reads_logits and wiring.task.leaves_out_logits
         self.batches = batches
         self.own = wiring.turn.own(len(batches.sizes))
-        self._parts: dict[int, Batch] = {}
+        self.parts: dict[int, Batch] = {}
         self._sent: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
         self.data_s = 0.0
@@ -111,7 +113,7 @@ class LayerWork(StageWork):
             return {i: {name: of[n] for name, of in parts.items()} for n, i in enumerate(self.own)}
 
         # A stream's next fetch may reuse the host memory before this copy has been made.
-        self._parts = cut(self._wiring.uploader.send(whole, wait=in_stream))
+        self.parts = cut(self._wiring.uploader.send(whole, wait=in_stream))
         # Side inputs travel through host memory: sent from here, they wait for no GPU.
         self._sent = cut(whole) if self._wiring.side_out else {}
 
@@ -119,10 +121,10 @@ class LayerWork(StageWork):
         start = time.perf_counter()
         for sender in self._wiring.side_out:
             sender.send(self.batches.in_stream(micro_batch), self._sent[micro_batch])
-        batch = self._parts[micro_batch]
+        batch = self.parts[micro_batch]
         # A layer may write into its input. Autograd counts writes for all slices of a tensor
         # together, and a stream fetches further steps into the same memory.
-        if len(self._parts) > 1 or self.batches.first is not None:
+        if len(self.parts) > 1 or self.batches.first is not None:
             batch = {name: part.clone() for name, part in batch.items()}
         self._entries[micro_batch] = batch
         self.data_s += time.perf_counter() - start
@@ -210,12 +212,21 @@ class LayerWork(StageWork):
         return self._entries[micro_batch]
 
 
+class Seeding(Protocol):
+    """Seed the generators for a sublayer of a micro-batch; `plainly` Python's and numpy's, too."""
+
+    def __call__(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None: ...
+
+
 class TrainWork(LayerWork):
     """Scale each micro-batch's loss so that all gradients add up to the mean's.
 
     Args:
         first_sample: position of this replica's first sample in the global batch.
         loss: joins the micro-batches' losses.
+    Attributes:
+        seeding: what seeds a sublayer.
+        values: the step's numbers, (n,) on its device, once a graph has run all of it.
     """
 
     def __init__(
@@ -236,17 +247,32 @@ class TrainWork(LayerWork):
         self._offsets = [first_sample + sum(sizes[:i]) for i in range(len(sizes))]
         self._num_with_gradient = 0
         self.stats = CacheStats()
+        self.seeding: Seeding = self._seed_now
+        self.values: Tensor | None = None
 
-    def _seed(self, micro_batch: int, index: int) -> None:
+    def alike(self, parts: dict[int, Batch], seeding: Seeding) -> TrainWork:
+        """Return work that has not begun, as this one, on other entries of the same shapes."""
+        assert not self._entries, "it has begun"
+        other = copy.copy(self)
+        other.parts, other.seeding, other._entries = parts, seeding, {}
+        other.loss = copy.deepcopy(self.loss)
+        return other
+
+    def seed_layer(self, micro_batch: int, index: int) -> None:
+        """Seed the generators for a sublayer."""
         # Dropout depends on the step, the layer and the samples, not on the rank that computes.
         seed = mix_seed(
             self._wiring.task.config.seed, self._step, index, self._offsets[micro_batch]
         )
-        seed_torch(seed, self._wiring.device)
         model = self._wiring.task.model
         # Seeding Python and numpy is slow, so it is left to the sublayers that a probe has seen
         # draw from them, to the first one, in case it missed some, and to the last, for the loss.
-        if index in (self._wiring.indices.start, len(model.sublayers) - 1, *model.plainly_random):
+        plain = (self._wiring.indices.start, len(model.sublayers) - 1, *model.plainly_random)
+        self.seeding(micro_batch, index, seed, plainly=index in plain)
+
+    def _seed_now(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None:
+        seed_torch(seed, self._wiring.device)
+        if plainly:
             seed_plainly(seed)
 
     def run_layer(
@@ -254,12 +280,12 @@ class TrainWork(LayerWork):
     ) -> Tensor:
         call = super().run_layer
         if index not in self._wiring.repeated:
-            self._seed(micro_batch, index)
+            self.seed_layer(micro_batch, index)
             return call(micro_batch, index, value, entries)
 
         # The seed is part of what is repeated, so the state of generators need not be kept.
         def run(value: Tensor | Mapping[str, Tensor]) -> Tensor:
-            self._seed(micro_batch, index)
+            self.seed_layer(micro_batch, index)
             return call(micro_batch, index, value, entries)
 
         version = value._version if isinstance(value, Tensor) else 0

@@ -237,6 +237,7 @@ REACHED: dict[tuple[str, ...], dict[str, Any]] = {
     ("--activation_checkpointing", "false"): {"activation_checkpointing": False},
     ("--schedule", "gpipe"): {"schedule": "gpipe"},
     ("--compile",): {"compile": True},
+    ("--cuda_graph",): {"cuda_graph": True},
     ("--cache_keep", "--cache_folder", "rows"): {"cache_keep": True, "cache_folder": "rows"},
 }
 """What is given to a script, and what the Trainer then has."""

@@ -4,13 +4,19 @@ A tensor "on the GPU" is a wrapper around one in host memory, which says that it
 Operations on it run on the host, at once, and are counted. Whatever would make a program wait for
 a real GPU (a value read, an unpinned or blocking copy to the host) is counted as a wait, with the
 line of ours that asked for it. Streams and events have no effect.
+
+A CUDA graph is captured as on a GPU: nothing that runs meanwhile has an effect, and what would
+wait raises. A replay runs the same operations on the same memory. Before it all memory of its own
+holds NaN, and so does all other memory that nobody holds any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +63,8 @@ class StandInGpu:
     def __init__(self) -> None:
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.captured: StandInGraph | None = None
+        self.pools: dict[Any, set[int]] = {}
 
     def reset(self) -> None:
         self.launches.clear()
@@ -66,6 +74,9 @@ class StandInGpu:
         """Count a wait of the main thread, under the last lines of ours that led to it."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if self.captured is not None:
+            self.captured.is_broken = True
+            raise RuntimeError(f"CUDA error: {what}: operation not permitted during a capture")
         frames = [
             f"{frame.filename.rpartition('/main/')[2]}:{frame.lineno}"
             for frame in traceback.extract_stack()
@@ -156,12 +167,163 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         gpu.note_wait(f"{name} with a tensor of the host")
     own = {k: torch.device("cpu") if k == "device" else _host(v) for k, v in kwargs.items()}
     own.pop("pin_memory", None)
-    result = func(*_host(args), **own)
+    graph = gpu.captured
+    result = _drawing(func, _host(args), own) if graph is None else graph.record(func, args, own)
     if func._schema.is_mutable and (kept := _written_into(func, args, kwargs, result)) is not None:
         return kept[0]
     if name == "_local_scalar_dense":
         return result
     return _wrapped(result)
+
+
+def _drawing(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the host, with the GPU's random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func(*args, **kwargs)
+    generator, before = torch.cuda.default_generators[0], torch.get_rng_state()
+    torch.set_rng_state(generator.drawn_state())
+    try:
+        return func(*args, **kwargs)
+    finally:
+        generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)
+
+
+class _Generator:
+    """Stand in for a GPU's generator of random numbers."""
+
+    def __init__(self) -> None:
+        self._own = torch.Generator()
+        self.is_captured = False
+
+    def manual_seed(self, seed: int) -> None:
+        if OnGpu.gpu.captured is not None and seed != self._own.initial_seed():
+            OnGpu.gpu.captured.is_broken = True
+            raise RuntimeError("a seed can be set during a capture only if it is the same")
+        self._own.manual_seed(seed)
+
+    def get_state(self) -> Tensor:
+        return self._own.get_state()
+
+    def drawn_state(self) -> Tensor:
+        """Return the state to draw from; refused behind a capture that has failed."""
+        if self.is_captured and OnGpu.gpu.captured is None:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        return self._own.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        self._own.set_state(state)
+
+    def clone_state(self) -> _Generator:
+        other = _Generator()
+        other.set_state(self.get_state())
+        return other
+
+    def graphsafe_set_state(self, other: _Generator) -> None:
+        self._own, self.is_captured = other._own, False
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    if isinstance(values, (list, tuple)):
+        return [one for value in values for one in _tensors_in(value)]
+    return [values] if isinstance(values, Tensor) else []
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _spoil(storage: torch.UntypedStorage) -> None:
+    """Fill memory with what is NaN in every floating dtype."""
+    torch.tensor([], dtype=torch.uint8).set_(storage).fill_(0xFF)
+
+
+class StandInGraph:
+    """Stand in for torch.cuda.CUDAGraph: record operations, undo what they did, repeat them."""
+
+    def __init__(self) -> None:
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+        self._own: dict[int, torch.UntypedStorage] = {}
+        self._pool: set[int] = set()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._others: dict[int, tuple[torch.UntypedStorage, list[Any]]] = {}
+        self.is_broken = False
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        gpu = OnGpu.gpu
+        assert gpu.captured is None, "one capture at a time"
+        self._pool = gpu.pools.setdefault(pool, set())
+        generator = torch.cuda.default_generators[0]
+        self._drawn, generator.is_captured = generator.get_state(), True
+        gpu.captured = self
+
+    def capture_end(self) -> None:
+        gpu, generator = OnGpu.gpu, torch.cuda.default_generators[0]
+        gpu.captured = None
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        generator.set_state(self._drawn)
+        if self.is_broken:  # As torch does: the generator stays as it is.
+            raise RuntimeError("CUDA error: operation failed due to a previous error in a capture")
+        generator.is_captured = False
+
+    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation whose effects the end of the capture undoes."""
+        others = [one for one in _tensors_in([*args]) if isinstance(one, OnGpu)]
+        args = [_kept(one) for one in args]
+        given = _tensors_in([*args, *kwargs.values()])
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in _tensors_in(value):
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in {**self._own, **self._before}:
+                        self._before[storage.data_ptr()] = storage, storage.clone()
+        for one in others:
+            if _memory(one.host) not in self._own:
+                storage = one.host.untyped_storage()
+                self._others.setdefault(_memory(one.host), (storage, []))[1].append(
+                    weakref.ref(one)
+                )
+        result = _drawing(func, args, kwargs)
+        known = {_memory(one) for one in given}
+        made = [one for one in _tensors_in(result) if _memory(one) not in known]
+        self._own |= {_memory(one): one.untyped_storage() for one in made}
+        self._pool.update(self._own)
+        if func.overloadpacket.__name__ not in _FREE:
+            self._operations.append((func, args, kwargs, made))
+        return result
+
+    def replay(self) -> None:
+        """Repeat the operations, on the memory they were captured with."""
+        OnGpu.gpu.launches["graph"] += 1
+        for memory, (storage, holders) in self._others.items():
+            # Graphs of a pool follow one another.
+            if memory not in self._pool and not _is_held(memory, holders):
+                _spoil(storage)
+        for storage in self._own.values():
+            _spoil(storage)
+        for func, args, kwargs, made in self._operations:
+            known = {_memory(one) for one in _tensors_in([*args, *kwargs.values()])}
+            result = _drawing(func, args, kwargs)
+            again = [one for one in _tensors_in(result) if _memory(one) not in known]
+            for into, value in zip(made, again, strict=True):
+                into.copy_(value)
+
+
+def _is_held(memory: int, holders: list[Any]) -> bool:
+    """Say whether a tensor there still lives: one of those that were seen, or any other."""
+    if any(one() is not None for one in holders):
+        return True
+    return any(type(one) is OnGpu and _memory(one.host) == memory for one in gc.get_objects())
+
+
+def _kept(value: Any) -> Any:
+    """Return an operation's argument as a kernel keeps it: a number of the host's by its value."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_kept(one) for one in value])
+    on_host = isinstance(value, Tensor) and not isinstance(value, OnGpu)
+    return value.clone() if on_host else _host(value)
 
 
 def _written_into(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any] | None:
@@ -333,7 +495,7 @@ class _Stream:
         return True
 
     def is_capturing(self) -> bool:
-        return False
+        return OnGpu.gpu.captured is not None
 
 
 class _Event:
@@ -375,7 +537,7 @@ def put_on_gpu(model: torch.nn.Module) -> None:
 def stand_in_gpu() -> Iterator[StandInGpu]:
     """Have torch see one GPU meanwhile."""
     gpu = OnGpu.gpu = StandInGpu()
-    stream = _Stream()
+    stream, generator = _Stream(), _Generator()
 
     def synchronize(device: Any = None) -> None:
         gpu.note_wait("device")
@@ -399,11 +561,14 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         "is_tf32_supported": lambda: True,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "stand-in",
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device="cuda": None,
-        "default_generators": (torch.Generator(),),
-        "manual_seed": lambda seed: None,
-        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda state, device="cuda": generator.set_state(state),
+        "default_generators": (generator,),
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "CUDAGraph": StandInGraph,
+        "graph_pool_handle": lambda: (0, 1),
+        "is_current_stream_capturing": lambda: gpu.captured is not None,
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda device=None: stream,
@@ -412,6 +577,15 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         "device": lambda one: contextlib.nullcontext(),
         "synchronize": synchronize,
     }
+    grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+    def grouped_there(tensors: Any, with_indices: bool = False) -> Any:
+        """Name the device that tensors say they are on; torch's own function looks beneath."""
+        return {
+            (CUDA if isinstance(group[0][0], OnGpu) else device, dtype): (group, indices)
+            for (device, dtype), (group, indices) in grouped(tensors, with_indices).items()
+        }
+
     submit = ThreadPoolExecutor.submit
 
     def submit_there(self: Any, work: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -425,6 +599,11 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", submit_there))
+        stack.enter_context(
+            mock.patch.object(
+                torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", grouped_there
+            )
+        )
         for name, change in changes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, change))
         # What it wraps moves and is read as a GPU's tensors are.

@@ -51,7 +51,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     **each("step_timeout_s setup_timeout_s", 0, -1.0, math.nan, math.inf, "60"),
     **each(
         "scale_batch cache progress pin_memory remove_unused_columns group_by_length "
-        "load_best_model_at_end tensorboard compile",
+        "load_best_model_at_end tensorboard compile cuda_graph",
         "no", 1, None,
     ),
     "collate_fn": ("pad", 1),

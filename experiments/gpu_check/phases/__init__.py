@@ -2,6 +2,7 @@
 
 loops         `attach`, callbacks and the Trainer against the plain loop and the ideal
 parts         `attach(parts=...)` against the plain loop and a cache by hand
+graphs        steps captured as CUDA graphs against launched ones, and the ideal
 card          the machine: versions, memory, copies, matrix products
 marked_tests  the tests marked cuda
 equality      one device: against the plain loop, cached, resumed, without races

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from experiments.gpu_check.findings import Findings, Setting
-from experiments.gpu_check.loop_times import time_loops
+from experiments.gpu_check.loop_times import time_loops, with_rows
 from experiments.gpu_check.loops import Attached, Outcome, Plain
 from experiments.gpu_check.short_runs import IN_FLOAT64, compared, compared_losses
 from experiments.gpu_check.workloads import (
@@ -55,7 +55,7 @@ def run(findings: Findings, setting: Setting) -> None:
     for case in _small_cases(torch.float32):
         if case.name != "vit":
             check(f"FreezeCallback: {case.name}", partial(_callback, case, setting))
-    for build in (_vit_b, _bert_base, _minilm, _gpt2_small, _llama_lora):
+    for build in (vit_b, bert_base, minilm, _gpt2_small, _llama_lora):
         check(build.__name__.strip("_"), partial(_timed, findings, build, setting))
 
 
@@ -118,7 +118,9 @@ def _by_transformers(case: LoopCase, setting: Setting, *, cache: bool) -> Outcom
 
 
 def _timed(findings: Findings, build: Callable[[Setting], LoopCase], setting: Setting) -> None:
-    time_loops(findings, build(setting), setting.device, num_warm=2 if setting.tiny else 4)
+    case, device = build(setting), setting.device
+    ours = with_rows(case, device)
+    time_loops(findings, case, device, ours, num_warm=2 if setting.tiny else 4)
 
 
 def _small_cases(dtype: torch.dtype) -> list[LoopCase]:
@@ -152,7 +154,7 @@ def _lora(width: int, depth: int, heads: int, blocks: range) -> nn.Module:
     return with_lora(model, r=8, target_modules=targets, layers_to_transform=[*blocks])
 
 
-def _bert_base(setting: Setting) -> LoopCase:
+def bert_base(setting: Setting) -> LoopCase:
     width, depth, heads, length = (64, 6, 2, 16) if setting.tiny else (768, 12, 12, 128)
     batch, steps = (8, 3) if setting.tiny else (32, 12)
     rows = random_sentences(batch * steps, length)
@@ -160,7 +162,7 @@ def _bert_base(setting: Setting) -> LoopCase:
                  "bert.encoder.layer", rows, batch, depth)  # fmt: skip
 
 
-def _minilm(setting: Setting) -> LoopCase:
+def minilm(setting: Setting) -> LoopCase:
     width, batch, steps = (48, 8, 3) if setting.tiny else (384, 32, 12)
     rows = sentences(setting.data, batch * steps, 64)
     return _text(f"MiniLM's shape, {batch} x 64", partial(bert, width, 6, heads=12),
@@ -189,7 +191,7 @@ def _text(  # noqa: PLR0913 - a case's fields, in their order
     return LoopCase(name, build, blocks, rows, own_loss, batch, 2 * depth // 3)
 
 
-def _vit_b(setting: Setting) -> LoopCase:
+def vit_b(setting: Setting) -> LoopCase:
     return vit_case(setting, 3 if setting.tiny else 12)
 
 

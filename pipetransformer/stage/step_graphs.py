@@ -1,0 +1,369 @@
+"""Launch a step's kernels at once: captured as a CUDA graph, and replayed with other samples.
+
+    a batch's shapes    host
+    for the first time  launches all, and looks which sublayers draw random numbers
+    again               captures all: nothing runs; then replays
+    from then on        copies the batch to where the graph reads it, and replays
+
+A graph ends where a sublayer that draws is to be seeded, and another begins there:
+
+    seed 0 | graph 0: sublayer 0 | seed 3 | graph 1: sublayers 3 ..., loss, backward, update
+
+Graphs share one pool of memory, as no two of them run at once.
+
+A replay repeats kernels, not Python. What a forward reads of its module besides tensors is as it
+was; so every `_LOOKS_EVERY` replays the model's own forward is asked for the same loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.random_state import plain_random_state
+from pipetransformer.config import TrainConfig
+from pipetransformer.feed import Batch, ComingStep, seed_torch
+from pipetransformer.stage.trained_part import TrainedPart
+from pipetransformer.stage.work import Seeding, TrainWork
+
+_LOGGER = logging.getLogger(__name__)
+
+_MOST_SHAPES = 8
+"""Shapes of batches that are captured; each keeps gradients of its own."""
+
+_LOOKS_EVERY = 64
+
+_Shapes: TypeAlias = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class StepKernels:
+    """Say what launches a step's kernels.
+
+    Args:
+        train: all of them: forward, backward, and the update; returns the step's numbers, (n,).
+        loss: those of its forward; returns the batch's mean loss, 0-dim.
+    """
+
+    train: Callable[[TrainWork], Tensor]
+    loss: Callable[[TrainWork], Tensor]
+
+
+@dataclass
+class _Graph:
+    """Hold a captured step.
+
+    Attributes:
+        parts: entries of the micro-batches, where the kernels read them.
+        held: what they read and write besides, as `_held` tells.
+        pieces: a graph each, and which micro-batch and sublayer is seeded before it.
+        values: (n,) the step's numbers.
+        gradients: of the parameters, where the kernels leave them.
+        replays: how often it ran.
+        looked_at: the step of its capture, or of the last look at the model's own loss.
+    """
+
+    parts: dict[int, Batch]
+    held: tuple[Any, ...]
+    pieces: list[tuple[tuple[int, int] | None, torch.cuda.CUDAGraph]] = field(default_factory=list)
+    values: Tensor | None = None
+    gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
+    replays: int = 0
+    looked_at: int = 0
+
+
+@final
+class StepGraphs:
+    """Capture and replay the steps of a run's only GPU.
+
+    Args:
+        modules: those that the step runs.
+        repeats: whether layers run forward again in the backward.
+    Attributes:
+        why_not: why steps are not replayed, or "".
+    """
+
+    def __init__(
+        self,
+        part: TrainedPart,
+        device: torch.device,
+        kernels: StepKernels,
+        *,
+        modules: list[nn.Module],
+        repeats: bool,
+    ) -> None:
+        self._part, self._device, self._kernels = part, device, kernels
+        self._modules, self._repeats = modules, repeats
+        self._draws: dict[_Shapes, frozenset[int]] = {}
+        self._graphs: dict[_Shapes, _Graph] = {}
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._look: tuple[int, _Graph, Tensor, torch.cuda.Event] | None = None
+        self.why_not = ""
+        assert part.optimizer is not None
+        for group in part.optimizer.param_groups:
+            # Where the kernels read it, also those that are launched: all steps compute alike.
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+            group["capturable"] = True
+        if hooked := next((one for one in modules if _has_hooks(one)), None):
+            self._leave(f"a {type(hooked).__name__} has hooks, which a replay would not call")
+
+    def run(self, work: TrainWork, coming: ComingStep) -> bool:
+        """Run a step by a graph, if there is one, or can be; say whether it has run."""
+        self.settle()
+        draws = self._draws.get(_shapes_of(work.parts))
+        if self.why_not or draws is None:
+            return False
+        self._part.set_rates(coming)
+        graph = self._graph_of(work, coming.step, draws)
+        if graph is None:
+            return False
+        for own, given in zip(_entries(graph.parts), _entries(work.parts), strict=True):
+            own.copy_(given, non_blocking=True)
+        expected = self._expected(graph, work)
+        for seeded, piece in graph.pieces:
+            if seeded is not None:
+                work.seed_layer(*seeded)
+            piece.replay()
+        for parameter, gradient in graph.gradients:
+            parameter.grad = gradient
+        work.values = graph.values
+        if expected is not None:
+            self._note(coming.step, graph, expected)
+        return True
+
+    @contextmanager
+    def looking(self, work: TrainWork) -> Iterator[None]:
+        """Look meanwhile at what a step draws whose shapes are new."""
+        shapes = _shapes_of(work.parts)
+        if self.why_not or shapes in self._draws or len(self._draws) == _MOST_SHAPES:
+            yield
+            return
+        draws = _Draws(self._device, work.seeding)
+        work.seeding = draws
+        yield
+        draws.end()
+        if draws.on_host:
+            self._leave("the model draws random numbers on the host, or decides by them")
+        elif draws.sublayers and self._repeats:
+            self._leave("layers that draw random numbers run again in the backward")
+        self._draws[shapes] = frozenset(draws.sublayers)
+        if len(self._draws) == _MOST_SHAPES:
+            _LOGGER.warning(
+                "cuda_graph: batches have had %d shapes; those of others are not captured. Pad "
+                "texts to fewer lengths",
+                _MOST_SHAPES,
+            )
+
+    def settle(self) -> None:
+        """Leave the graphs if the model's own forward no longer gives what they give."""
+        if self._look is None:
+            return
+        (step, graph, differs, event), self._look = self._look, None
+        event.synchronize()
+        if bool(differs):
+            self._leave(
+                f"the model's forward gives another loss in step {step} than its captured kernels "
+                f"do. What it reads besides tensors was changed; steps {graph.looked_at} to "
+                f"{step} trained with what it was before"
+            )
+        graph.looked_at = step
+
+    def close(self) -> None:
+        """Free the graphs' memory."""
+        if self._graphs:
+            torch.cuda.current_stream(self._device).synchronize()
+        self._graphs.clear()
+        self._draws.clear()
+
+    def _graph_of(self, work: TrainWork, step: int, draws: frozenset[int]) -> _Graph | None:
+        """Return the graph of a step's shapes, captured anew where tensors were replaced."""
+        shapes, held = _shapes_of(work.parts), self._held()
+        graph = self._graphs.get(shapes)
+        if graph is not None and graph.held == held:
+            return graph
+        self._graphs.pop(shapes, None)
+        parts = {
+            i: {name: entry.clone() for name, entry in batch.items()}
+            for i, batch in work.parts.items()
+        }
+        graph = _Graph(parts, held, looked_at=step)
+        try:
+            self._capture(graph, work, draws)
+        except (
+            Exception
+        ) as error:  # The step is launched instead, and raises what is no fault here.
+            self._part.drop_gradients()
+            text = str(error).partition("\n")[0]
+            self._leave(f"step {step} cannot be captured: {type(error).__name__}: {text}")
+            return None
+        self._graphs[shapes] = graph
+        return graph
+
+    def _capture(self, graph: _Graph, work: TrainWork, draws: frozenset[int]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            capture = _Capture(graph, self._pool, draws, self._device)
+            try:
+                graph.values = self._kernels.train(work.alike(graph.parts, capture))
+            except Exception:
+                capture.give_up()
+                raise
+            capture.end()
+        current.wait_stream(self._stream)
+        graph.gradients = [(p, p.grad) for p in self._part.parameters.values()]
+
+    def _held(self) -> tuple[Any, ...]:
+        """Return where the trained weights are, and the optimizer's settings but its rates."""
+        optimizer = self._part.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        settings = (
+            (key, value)
+            for group in groups
+            for key, value in group.items()
+            if key not in ("params", "lr")
+        )
+        return (*(p.data_ptr() for p in self._part.parameters.values()), *settings)
+
+    def _expected(self, graph: _Graph, work: TrainWork) -> Tensor | None:
+        """Return what the model's own forward gives before every so manyth replay."""
+        graph.replays += 1
+        if graph.replays % _LOOKS_EVERY:
+            return None
+        if hooked := next((one for one in self._modules if _has_hooks(one)), None):
+            self._leave(f"a {type(hooked).__name__} was given hooks, which a replay does not call")
+        with torch.no_grad():
+            return self._kernels.loss(work.alike(work.parts, work.seeding))
+
+    def _note(self, step: int, graph: _Graph, expected: Tensor) -> None:
+        """Compare a loss with that of the kernels, without waiting for it."""
+        assert graph.values is not None
+        loss = graph.values[0]
+        differs = (expected != loss) & ((expected == expected) | (loss == loss))
+        told = torch.empty((), dtype=torch.bool, pin_memory=True)
+        told.copy_(differs, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._look = step, graph, told, event
+
+    def _leave(self, why: str) -> None:
+        """Launch all steps from now on, and say why."""
+        self.why_not = self.why_not or why
+        _LOGGER.warning("cuda_graph: %s; kernels are launched one by one", why)
+        self.close()
+
+
+@final
+class _Capture:
+    """Capture a step in pieces, on the current stream: seeding ends one and begins the next."""
+
+    def __init__(
+        self, graph: _Graph, pool: Any, draws: frozenset[int], device: torch.device
+    ) -> None:
+        self._graph, self._pool, self._draws, self._device = graph, pool, draws, device
+        self._begin(None)
+
+    def __call__(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None:
+        """Begin another piece, if the sublayer draws; see `Seeding`."""
+        if index in self._draws:
+            self.end()
+            seed_torch(seed, self._device)
+            self._begin((micro_batch, index))
+
+    def end(self) -> None:
+        """End the last piece."""
+        self._graph.pieces[-1][1].capture_end()
+
+    def give_up(self) -> None:
+        """End the capture after an error."""
+        with suppress(RuntimeError):  # What was captured is of no use.
+            self.end()
+        # torch goes on refusing random numbers: the generator's state still counts as captured.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
+    def _begin(self, seeded: tuple[int, int] | None) -> None:
+        piece = torch.cuda.CUDAGraph()
+        # Other threads, which copy rows, are not in the way.
+        piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.pieces.append((seeded, piece))
+
+
+@final
+class _Draws:
+    """Note which sublayers draw random numbers, between their seeds.
+
+    Attributes:
+        sublayers: those that draw on the device.
+        on_host: whether anything draws on the host.
+    """
+
+    def __init__(self, device: torch.device, seeding: Seeding) -> None:
+        self.sublayers: set[int] = set()
+        self.on_host = False
+        self._device, self._seeding = device, seeding
+        self._index: int | None = None
+        self._before: tuple[Tensor, Tensor, bytes] | None = None
+
+    def __call__(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None:
+        """Seed; see `Seeding`."""
+        self.end()
+        self._seeding(micro_batch, index, seed, plainly=plainly)
+        self._index, self._before = index, self._states()
+
+    def end(self) -> None:
+        """Look at the last sublayer, and the loss."""
+        if self._before is None:
+            return
+        (device, host, plain), now = self._before, self._states()
+        assert self._index is not None
+        if not torch.equal(device, now[0]):
+            self.sublayers.add(self._index)
+        self.on_host |= plain != now[2] or not torch.equal(host, now[1])
+        self._before = None
+
+    def _states(self) -> tuple[Tensor, Tensor, bytes]:
+        return torch.cuda.get_rng_state(self._device), torch.get_rng_state(), plain_random_state()
+
+
+def tell_why_not(config: TrainConfig, device: torch.device, *, size: int) -> None:
+    """Say why no step of a run is captured."""
+    if size > 1:
+        why = f"{size} processes train, which wait for each other within a step"
+    elif device.type != "cuda":
+        why = f"the run is on {device.type!r}, and not on a GPU"
+    elif config.precision == "fp16" or config.weight_versions is not None:
+        why = "with precision='fp16' or weight_versions= the host decides on updates"
+    else:
+        why = (
+            "the host decides on updates, where the optimizer is not torch's fused Adam or AdamW, "
+            "or the policy's signals sum gradients"
+        )
+    _LOGGER.warning("cuda_graph has no effect: %s", why)
+
+
+def _shapes_of(parts: dict[int, Batch]) -> _Shapes:
+    return tuple(
+        (i, name, entry.shape, entry.dtype)
+        for i, batch in parts.items()
+        for name, entry in batch.items()
+    )
+
+
+def _entries(parts: dict[int, Batch]) -> list[Tensor]:
+    return [entry for batch in parts.values() for entry in batch.values()]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
