@@ -214,7 +214,8 @@ class ForwardCall:
         self._ignored = frozenset((*TARGETS, *_HARMLESS, *derived)) - needed
         # A decoder's inputs are made of labels: parts are known to do without these alone.
         harmless = {target for call in calls for target in call.targets.values()}
-        self._unproven = frozenset({*TARGETS} - harmless if of_parts else ())
+        is_unknown = of_parts and self._may_read_targets()
+        self._unproven = frozenset({*TARGETS} - harmless if is_unknown else ())
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
         """Return what a forward was given of a batch; None where that is no call of a loop."""
@@ -291,6 +292,12 @@ class ForwardCall:
         if value is default or (value is False and (name in _OFF or name not in self._defaults)):
             return True
         return type(value) is type(default) and not isinstance(value, Tensor) and value == default
+
+    def _may_read_targets(self) -> bool:
+        """Return whether targets may be more than what a loss is compared with."""
+        has_decoder = getattr(self._config, "is_encoder_decoder", True)
+        # BLIP that answers questions has a decoder, too, and is not said to be such a model.
+        return has_decoder or any(name.startswith("decoder_") for name in self.parameters)
 
     def _wants_more(self) -> bool:
         return any(getattr(self._config, name, None) is True for name in self._unheld)
