@@ -191,7 +191,8 @@ def test_rivals_see_the_same_losses(tmp_path: Path, task: str) -> None:
     smoke(tmp_path / "low", "--baseline", "ddp+freeze", *freeze, *BF16, task=task)
     smoke(tmp_path / "ours low", *freeze, *BF16, task=task)
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "ours low"), abs=1e-2)
-    assert losses(tmp_path / "low") != losses(tmp_path / "ours low")
+    # Both may round to the same bits, but not to those of whole precision.
+    assert expected not in (losses(tmp_path / "low"), losses(tmp_path / "ours low"))
     smoke(tmp_path / "deeper", *deeper, task=task)
     smoke(tmp_path / "kept deeper", "--baseline", "ddp+freeze+cache", *deeper, task=task)
     assert losses(tmp_path / "kept deeper") == pytest.approx(losses(tmp_path / "deeper"), abs=2e-4)
