@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pipetransformer.processes.launcher import _applied, _environment
@@ -28,27 +29,22 @@ _PATIENCE_STEPS = 1e5
 """Steps for which training waits for the save before: as long as it takes."""
 
 
-# What the functions of tests import, and with them transformers, timm and hypothesis: each rank
-# would take seconds for it. The first optimizer of a process imports the compiler.
-_IMPORTED = [
-    "pipetransformer.hf",
-    "tests.helpers.adapted",
-    "tests.helpers.forced",
-    "torch._dynamo",
-]
-
-
 def suit_tests() -> None:
     """Have this process wait for every save, as steps of tests are too short for any, but for no
     disk. Have it measure briefly and seldom: what the planner is told about tiny models takes
     longer than all their training.
     """
+    import torch
+
     from pipetransformer.checkpoint import run_state
     from pipetransformer.elastic import elasticity
     from pipetransformer.measure import link_times, measurements, reading_times, timing
     from tests.helpers.measured import kept
 
     os.fsync = _fsync_in_tests
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        # Each seed notes the whole stack three times, for an error of GPUs that are not there.
+        backend.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
     run_state._PATIENCE_STEPS = _PATIENCE_STEPS
     timing._DISPLACING_BYTES = 1 << 12
     link_times._TURNS = measurements._MOST_ROUNDS = 1
@@ -68,7 +64,7 @@ def _fsync_in_tests(descriptor: int) -> None:
 def prepared() -> ForkServerContext:
     """Return what starts processes that have imported the package; it is one for the session."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
     return context
 
 
