@@ -178,7 +178,9 @@ def test_replicas_of_one_stage_read_parts_rows(two_ranks: Pool, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "settings", [{"precision": "bf16"}, {"micro_batch_size": 2}, slow({"num_workers": 1})], ids=str
+    "settings",
+    [{"precision": "bf16"}, slow({"micro_batch_size": 2}), slow({"num_workers": 1})],
+    ids=str,
 )
 def test_settings_of_a_run_change_nothing_between_rows_and_parts(
     settings: dict[str, Any],
@@ -242,7 +244,7 @@ def test_the_model_is_given_back_with_its_parts_frozen() -> None:
     assert not any(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["resnet", "llava"])
+@pytest.mark.parametrize("name", [slow("resnet"), "llava"])
 def test_a_model_with_parts_is_verified(name: str) -> None:
     case = CASES[name]
     with Trainer(_built(case), _data(case), **_settings(case)) as trainer:

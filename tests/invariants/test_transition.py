@@ -149,7 +149,7 @@ def test_a_damaged_journal_does_not_stop_a_resume(two_ranks: Pool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("saved_on", "length"), [(2, 2), slow(4, 4)])
-@pytest.mark.parametrize("resumed_on", [1, slow(2), 4])
+@pytest.mark.parametrize("resumed_on", [slow(1), slow(2), 4])
 def test_a_run_resumes_within_an_epoch_on_any_number_of_processes(  # noqa: PLR0913
     two_ranks: Pool, four_ranks: Pool, tmp_path: Path, saved_on: int, length: int, resumed_on: int
 ) -> None:

@@ -155,7 +155,9 @@ _LONG = ("tiles", "patches")
 """Families that are computed one by one."""
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in _LONG else name for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in (*_LONG, "bart") else name for name in FAMILIES]
+)
 def test_blocks_freeze_and_thaw_beside_a_part_and_run_once_a_sample(name: str) -> None:
     family = FAMILIES[name]
     case, model = CASES[family.case], family.build()

@@ -208,7 +208,7 @@ def test_a_loop_may_ask_for_routers_logits_in_each_forward() -> None:
     train_both("qwen3", padded, options={"output_router_logits": False}, output_router_logits=True)
 
 
-@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("is_on", [True, slow(False)])
 def test_the_setting_may_change_between_epochs(is_on: bool) -> None:
     losses = []
     for settings in ({"cache": False}, {}):

@@ -200,7 +200,7 @@ BESIDE = {
 """By model: a weight that frozen blocks read, and that freezes with them where rows are kept."""
 
 
-@pytest.mark.parametrize("name", ["gpt2", "deberta", slow("mpnet")])
+@pytest.mark.parametrize("name", ["gpt2", slow("deberta"), slow("mpnet")])
 def test_what_frozen_blocks_read_thaws_with_them(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     model = build(kind)
