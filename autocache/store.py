@@ -43,10 +43,11 @@ from autocache.layout import (
 )
 from autocache.rooms import Rooms, starts_of
 
-_BLOCK_BYTES = 1 << 21
-"""Bytes copied before they are summed: few enough to be in the CPU's cache still."""
+_PIECE_WORDS = 1 << 15
+"""Copied before they are summed: few enough to be in the CPU's cache still."""
 _SHORT_WORDS = 1 << 10
-"""Of a field that is copied and summed faster as a whole than by a call for each row."""
+"""Of rows with lengths of their own that are summed faster together than by a call for each."""
+_ALL_BITS = (1 << 64) - 1
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -257,7 +258,7 @@ class RowStore(ActivationStore):
         buffers = self.buffers(len(slots)) if into is None else into
         own = self._own_words(lengths)
         places, is_there = self._places(slots, tags, own, found)
-        rows, sums = self._gather(places, is_there, own, buffers, in_background=in_background)
+        rows, sums = self._gather(places, is_there, own, buffers)
         # Read again: a writer may have been at work while the rows were copied.
         tags = self._tags[slots]
         after, checks = tags[:, 0], tags[:, 1]
@@ -410,17 +411,12 @@ class RowStore(ActivationStore):
         found: np.ndarray,
         own_words: Sequence[np.ndarray | None],
         buffers: Mapping[str, Tensor],
-        *,
-        in_background: bool,
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
         source, sums, rows = places, np.zeros(len(places), np.uint64), {}
         for (field, words, factors), own in zip(self._parts, own_words, strict=True):
             copied = buffers[field.name][: len(places)]
-            if own is None and found.all():
-                sums += copy_out(source, words, copied, factors, in_background=in_background)
-            else:
-                sums += copy_some_out(source, words, copied, factors, found=found, own=own)
+            sums += copy_out(source, words, copied, factors, found=found, own=own)
             if own is not None and field is not self._parts[-1][0]:
                 source = source + units_of(own)
             values = copied.view(field.dtype)
@@ -437,62 +433,46 @@ def copy_out(
     out: Tensor,
     factors: np.ndarray,
     *,
-    in_background: bool = False,
+    found: np.ndarray,
+    own: np.ndarray | None,
 ) -> np.ndarray:
-    """Copy rows of a field out of the file, and return their checks, (B,) uint64.
+    """Copy the rows of a field that were found out of the file, and return their checks.
+
+    Others stay as they are in `out`. A piece is summed while it is in the CPU's cache. All that
+    takes long releases the interpreter's lock, and starts no threads of torch; `np.matmul` would
+    hold the lock, and `np.take` copy the whole file first.
 
     Args:
         source: (B,) row numbers in the file.
         words, out: the file's (rows, words), and (B, words), int64.
         factors: (words,) uint64.
-    """
-    checks = np.empty(len(out), np.uint64)
-    table, rows, index = words.numpy(), out.numpy(), torch.from_numpy(source)
-    step = max(1, _BLOCK_BYTES // max(1, out.shape[1] * WORD_BYTES))
-    for part in (slice(start, start + step) for start in range(0, len(out), step)):
-        if in_background:
-            # Each copy releases the interpreter's lock, and starts no threads. `np.take` would
-            # copy the whole file first, as rows of one field are not side by side there.
-            for row, slot in zip(rows[part], source[part].tolist(), strict=True):
-                row[:] = table[slot]
-        else:
-            torch.index_select(words, 0, index[part], out=out[part])
-        np.matmul(rows[part].view(np.uint64), factors, out=checks[part])
-    return checks
-
-
-def copy_some_out(
-    source: np.ndarray,
-    words: Tensor,
-    out: Tensor,
-    factors: np.ndarray,
-    *,
-    found: np.ndarray,
-    own: np.ndarray | None,
-) -> np.ndarray:
-    """Copy the rows that were found, see `copy_out`; the others stay as they are in `out`.
-
-    Args:
         found: (B,) bool.
         own: (B,) words that each row has, the others become 0; None where all have all.
+    Returns:
+        (B,) uint64, 0 for rows that were not found.
     """
     table, rows = words.numpy().view(np.uint64), out.numpy().view(np.uint64)
     # The place and length of a row that was not found may be any, and lead anywhere.
     (places,) = found.nonzero()
-    slots, num_words = source[places], rows.shape[1]
-    is_short = num_words <= _SHORT_WORDS
-    if is_short and own is None:
-        rows[places] = table[slots]
-        return np.matmul(rows, factors)
-    checks = np.zeros(len(out), np.uint64)
+    slots, num_words, checks = source[places], rows.shape[1], np.zeros(len(out), np.uint64)
+    if own is None and num_words <= _PIECE_WORDS:
+        step = _PIECE_WORDS // max(1, num_words)
+        for part in (slice(start, start + step) for start in range(0, len(places), step)):
+            values, at = table[slots[part]], places[part]
+            rows[at], checks[at] = values, np.einsum("nw,w->n", values, factors)
+        return checks
     nums = np.full(len(places), num_words) if own is None else own[places]
+    is_short = num_words <= _SHORT_WORDS
     for place, slot, num in zip(places.tolist(), slots.tolist(), nums.tolist(), strict=True):
-        row = rows[place]
-        row[:num] = table[slot, :num]
+        row, from_file, check = rows[place], table[slot], 0
         row[num:] = 0
-        if not is_short:
-            checks[place] = np.dot(row[:num], factors[:num])
-    return np.matmul(rows, factors) if is_short else checks
+        for start in range(0, num, _PIECE_WORDS):
+            piece = row[start : min(num, start + _PIECE_WORDS)]
+            piece[:] = from_file[start : start + len(piece)]
+            if not is_short:
+                check += int(np.dot(piece, factors[start : start + len(piece)]))
+        checks[place] = check & _ALL_BITS
+    return np.einsum("nw,w->n", rows, factors) if is_short else checks
 
 
 def copy_in(
@@ -505,7 +485,7 @@ def copy_in(
             words.numpy()[ids] = values.numpy()  # torch writes to no rows that overlap.
         else:
             words[torch.from_numpy(ids)] = values
-        return np.matmul(given, factors)
+        return np.einsum("nw,w->n", given, factors)
     table, checks = words.numpy().view(np.uint64), np.empty(len(ids), np.uint64)
     for row, (slot, num) in enumerate(zip(ids.tolist(), own.tolist(), strict=True)):
         table[slot, :num] = given[row, :num]
