@@ -267,7 +267,6 @@ class SampleFeed:
         if store is None or cache is None or not self.keeper.uses_store or not self._may_all_hit:
             return None
         on_gpu = self._world.device.type == "cuda"
-        # A loop, which keeps its batches, has nobody who asks for what comes next.
         if (on_gpu or not self.copies) and self.keeper.reads_ahead(store, coming.ids):
             return None
         content = self.keeper.format.content
@@ -309,6 +308,9 @@ class SampleFeed:
         )
         self._stats += stats
         self._may_all_hit = stats.hits == len(ids)
+        if self.copies and self._may_all_hit and coming.later:
+            # A Trainer says itself what comes next; a loop does not.
+            self.read_ahead(coming.later[0], epoch=epoch)
         return batch
 
     def _fetch_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import freeze as freezing
-from autocache import DeviceStore, TieredStore, WriteBehind
+from autocache import HIDDEN, DeviceStore, RowStore, TieredStore, WriteBehind
 from pipetransformer import attach
 from tests.helpers.any_models import KINDS, Kind, build, data
 from tests.helpers.feeds import put_half_on_device
@@ -66,14 +67,30 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in model.named_parameters()}
 
 
+def note_reads(patch: pytest.MonkeyPatch) -> list[bool]:
+    """Return what will say of each read of a file's rows whether it was beside a step."""
+    beside, read = list[bool](), RowStore.read
+
+    def noted(store: RowStore, *args: Any, **options: Any) -> Any:
+        found = read(store, *args, **options)
+        if found.depth.any() and HIDDEN in found.rows:
+            beside.append(threading.current_thread() is not threading.main_thread())
+        return found
+
+    patch.setattr(RowStore, "read", noted)
+    return beside
+
+
 @contextmanager
 def attached(model: nn.Module, folder: Path, place: str) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         put_half_on_device(patch)
+        beside = note_reads(patch)
         with attach(model, freeze=DEPTH, cache_folder=folder, cache_device=place) as cached:
             yield cached.epoch
-            # Each row is read, wherever it is.
+            # Each row is read, wherever it is; in host memory before its step asks for it.
             assert cached.stats.hits == 10
+            assert beside[-2:] == ([] if place == "cuda" else [False, True])
             kinds = {"cuda": DeviceStore, "cpu": WriteBehind, "auto": TieredStore}
             assert isinstance(cached._rows.feed.keeper.store, kinds[place])
 
