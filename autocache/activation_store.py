@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autocache.layout import RowLayout
+from autocache.row_pool import RowPool
 
 Rows: TypeAlias = Mapping[str, Tensor]
 """Rows by field name, (B, *shape) each."""
@@ -98,15 +99,18 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read the rows that stand under one of these stamps.
 
-        For the fetching thread, and beside it for the one that reads ahead, with `in_background`.
+        For the fetching thread, and beside it for the one that reads ahead.
 
         Rows are copied `into` tensors from `buffers`, for B rows or more: fresh memory costs as
-        much as the copy. What these hold for rows that are not found stays there. In the
-        background torch's threads are left alone, and nothing is warned of, see `warn_of_damage`.
+        much as the copy. What these hold for rows that are not found stays there.
+
+        Args:
+            pool: copies rows, torch's threads never; None for the caller alone. Where it is given
+                nothing is warned of, see `warn_of_damage`.
         """
 
     @abstractmethod

@@ -18,6 +18,7 @@ from torch import Tensor
 from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
+from autocache.row_pool import RowPool
 from autocache.store import RowStore, check_rows
 from autocache.uploads import beside
 from autocache.write_behind import WriteBehind
@@ -58,10 +59,10 @@ class DeviceStore(StoreProxy):
         return device_bytes(self.layout, self.num_rows) + self._within.num_bytes
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read rows; "hidden" is on the device, in new memory."""
-        read = self._within.read(ids, stamps, into=into, in_background=in_background)
+        read = self._within.read(ids, stamps, into=into, pool=pool)
         # Misses take row 0, so that one operation reads all.
         index = ids.where(read.depth > 0, 0)
         hidden = self._hidden.index_select(0, beside(index, self._hidden))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
 from autocache.layout import RowLayout
+from autocache.row_pool import RowPool
 from autocache.row_sets import OpenSet, RowSets
 
 _LOGGER = logging.getLogger(__name__)
@@ -126,16 +127,16 @@ class KeptStore(StoreProxy):
         return found
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read the deepest row of each sample; see `RowStore.read`."""
         found = self.find(ids, stamps)
         depths = [depth for depth in found.unique().tolist() if depth]
         deepest = max(depths, default=len(stamps))
-        read = self._read_at(deepest, ids, stamps, into, in_background)
+        read = self._read_at(deepest, ids, stamps, into, pool)
         for depth in depths[-2::-1]:
             places = (found == depth).nonzero().flatten()
-            part = self._read_at(depth, ids[places], stamps, None, in_background)
+            part = self._read_at(depth, ids[places], stamps, None, pool)
             read.depth[places] = part.depth
             for name, row in part.rows.items():
                 read.rows[name][places] = row
@@ -216,10 +217,8 @@ class KeptStore(StoreProxy):
         return opened
 
     def _read_at(
-        self, depth: int, ids: Tensor, stamps: Stamps, into: Rows | None, in_background: bool
+        self, depth: int, ids: Tensor, stamps: Stamps, into: Rows | None, pool: RowPool | None
     ) -> RowRead:
         one = self._set_of(stamps[depth - 1]) or self._first
-        read = one.store.read(
-            ids, stamps[depth - 1 : depth], into=into, in_background=in_background
-        )
+        read = one.store.read(ids, stamps[depth - 1 : depth], into=into, pool=pool)
         return RowRead(read.depth * depth, read.rows, read.num_corrupt)

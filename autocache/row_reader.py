@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autocache.activation_store import ActivationStore, RowRead
 from autocache.row_content import HIDDEN
+from autocache.row_pool import RowPool, results
 from autocache.tiered_store import TieredStore, joined
 
 _NUM_BUFFERS = 3
@@ -55,20 +56,22 @@ class RowReader:
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._buffers: deque[_Buffers] = deque(maxlen=_NUM_BUFFERS)
         self._thread: ThreadPoolExecutor | None = None
+        self._pool = RowPool.beside(device)
         self._ahead: _Ahead | None = None
 
     def read(self, row_ids: Tensor, stamps: tuple[int, ...]) -> RowRead:
         """Read rows; they are the caller's until the read after the next."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            read = ahead.read.result()
+            (read,) = results([ahead.read])
             is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
             if is_asked_for and not self._store.is_condemned():
                 self._store.warn_of_damage(read)
                 return self._handed_over(read)
             self._give_back()
         into = self._next_buffers(len(row_ids))
-        read = self._store.read(row_ids, stamps, into=into.rows)
+        read = self._store.read(row_ids, stamps, into=into.rows, pool=self._pool)
+        self._store.warn_of_damage(read)
         return self._handed_over(self._sent(read, into))
 
     def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
@@ -81,22 +84,24 @@ class RowReader:
         into = self._next_buffers(len(row_ids))
 
         def read() -> RowRead:
-            found = self._store.read(row_ids, stamps, into=into.rows, in_background=True)
+            found = self._store.read(row_ids, stamps, into=into.rows, pool=self._pool)
             return self._sent(found, into)
 
         self._ahead = _Ahead(row_ids, stamps, self._thread.submit(read))
 
     def close(self) -> None:
+        """End the threads."""
         self.forget()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+        self._pool.close()
 
     def forget(self) -> None:
         """Drop what was read ahead."""
         if self._ahead is not None:
-            self._ahead.read.result()
-            self._ahead = None
+            ahead, self._ahead = self._ahead, None
+            results([ahead.read])
             self._give_back()
 
     def _sent(self, read: RowRead, buffers: _Buffers) -> RowRead:

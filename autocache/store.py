@@ -42,6 +42,7 @@ from autocache.layout import (
     units_of,
 )
 from autocache.rooms import Rooms, starts_of
+from autocache.row_pool import RowPool
 
 _PIECE_WORDS = 1 << 15
 """Copied before they are summed: few enough to be in the CPU's cache still."""
@@ -248,7 +249,7 @@ class RowStore(ActivationStore):
         return first
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         slots, fits = self._slots(ids)
         tags = self._tags[slots]
@@ -258,7 +259,7 @@ class RowStore(ActivationStore):
         buffers = self.buffers(len(slots)) if into is None else into
         own = self._own_words(lengths)
         places, is_there = self._places(slots, tags, own, found)
-        rows, sums = self._gather(places, is_there, own, buffers)
+        rows, sums = self._gather(places, is_there, own, buffers, pool)
         # Read again: a writer may have been at work while the rows were copied.
         tags = self._tags[slots]
         after, checks = tags[:, 0], tags[:, 1]
@@ -270,7 +271,7 @@ class RowStore(ActivationStore):
         # two rows may share a room after a crash of the machine.
         self._tags[slots[corrupt]] = 0
         read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
-        if not in_background:
+        if pool is None:
             self.warn_of_damage(read)
         return read
 
@@ -411,19 +412,27 @@ class RowStore(ActivationStore):
         found: np.ndarray,
         own_words: Sequence[np.ndarray | None],
         buffers: Mapping[str, Tensor],
+        pool: RowPool | None,
     ) -> tuple[dict[str, Tensor], np.ndarray]:
         """Copy rows out of the file; return them and the (B,) uint64 sums of what was copied."""
-        source, sums, rows = places, np.zeros(len(places), np.uint64), {}
-        for (field, words, factors), own in zip(self._parts, own_words, strict=True):
-            copied = buffers[field.name][: len(places)]
-            sums += copy_out(source, words, copied, factors, found=found, own=own)
-            if own is not None and field is not self._parts[-1][0]:
-                source = source + units_of(own)
-            values = copied.view(field.dtype)
+        num, rows = len(places), {}
+        sums = np.zeros(num, np.uint64)
+
+        def copy(part: slice) -> None:
+            source = places[part]
+            for (field, words, factors), lengths in zip(self._parts, own_words, strict=True):
+                own, out = None if lengths is None else lengths[part], buffers[field.name][part]
+                sums[part] += copy_out(source, words, out, factors, found=found[part], own=own)
+                if own is not None and field is not self._parts[-1][0]:
+                    source = source + units_of(own)
+
+        (pool or RowPool(1)).each(copy, num, num_bytes=num * self.layout.row_bytes)
+        for field, _, _ in self._parts:
+            values = buffers[field.name][:num].view(field.dtype)
             # A field whose bytes are no whole words is filled up behind its last value.
             if (num_values := math.prod(field.shape)) < values.shape[1]:
                 values = values[:, :num_values].contiguous()
-            rows[field.name] = values.view(len(places), *field.shape)
+            rows[field.name] = values.view(num, *field.shape)
         return rows, sums
 
 

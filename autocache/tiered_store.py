@@ -22,6 +22,7 @@ from torch import Tensor
 
 from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
 from autocache.prefix_chunks import taken
+from autocache.row_pool import RowPool
 from autocache.uploads import beside
 
 
@@ -108,15 +109,14 @@ class TieredStore(ActivationStore):
         return depth
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read rows; where a tier lies on a device, "hidden" is there, all in new memory."""
         parts = self.parts(ids)
         if len(parts) == 1 or self.has_device:
             into = into if len(parts) == 1 else None
             reads = [
-                self.tiers[one.tier].read(one.ids, stamps, into=into, in_background=in_background)
-                for one in parts
+                self.tiers[one.tier].read(one.ids, stamps, into=into, pool=pool) for one in parts
             ]
             return joined(parts, reads)
         into = self.buffers(len(ids)) if into is None else into
@@ -125,7 +125,7 @@ class TieredStore(ActivationStore):
             # The others have no row here, so what other tiers read of them stays.
             tier = self.tiers[part.tier]
             own = torch.full_like(ids, tier.num_rows).index_copy_(0, part.positions, part.ids)
-            read = tier.read(own, stamps, into=into, in_background=in_background)
+            read = tier.read(own, stamps, into=into, pool=pool)
             depth, num_corrupt = depth + read.depth, num_corrupt + read.num_corrupt
         return RowRead(depth, read.rows, num_corrupt)
 

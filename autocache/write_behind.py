@@ -26,6 +26,7 @@ from autocache.activation_store import (
     Stamps,
     StoreProxy,
 )
+from autocache.row_pool import RowPool
 
 _MOST_WAITING = 2
 """Writes that wait: of the step whose rows the GPU still computes, and of the one before."""
@@ -82,10 +83,10 @@ class WriteBehind(StoreProxy):
         return found
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, in_background: bool = False
+        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         self._wait_for(ids)
-        return self._within.read(ids, stamps, into=into, in_background=in_background)
+        return self._within.read(ids, stamps, into=into, pool=pool)
 
     def clear(self, ids: Tensor) -> None:
         self._wait_for(ids)

@@ -20,6 +20,7 @@ from torch import Tensor
 from autocache import store as store_module
 from autocache.layout import TAKEN, RowField, RowLayout
 from autocache.rooms import EXTENT_BYTES
+from autocache.row_pool import RowPool
 from autocache.store import RowStore
 from tests.helpers.pool import another_process
 
@@ -142,8 +143,8 @@ def test_several_fields_may_vary_in_any_order_beside_others() -> None:
     }
     with RowStore.in_memory(layout, 8) as store:
         store.write(ids, 1, rows, lengths)
-        for background in (False, True):
-            read = store.read(ids, [1], in_background=background)
+        for pool in (None, RowPool(1)):
+            read = store.read(ids, [1], pool=pool)
             assert read.depth.all()
             assert all(torch.equal(read.rows[name], row) for name, row in rows.items())
 
@@ -216,7 +217,7 @@ def write_others_rows(path: Path, seed: int, told: Connection) -> None:
             if rng.random() < 0.5:
                 lengths = torch.from_numpy(rng.integers(0, MOST + 1, size=1))
                 store.write(ids, stamp, drawn_rows(ids, stamp, lengths), lengths)
-            read = store.read(ids, [stamp], in_background=bool(rng.random() < 0.5))
+            read = store.read(ids, [stamp], pool=RowPool(1) if rng.random() < 0.5 else None)
             if read.depth.all():
                 wanted = drawn_rows(ids, stamp, read.rows["y"].long())
                 assert all(torch.equal(read.rows[name], row) for name, row in wanted.items())

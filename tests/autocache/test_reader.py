@@ -11,6 +11,7 @@ import torch
 
 from autocache.layout import RowField, RowLayout
 from autocache.row_content import HIDDEN
+from autocache.row_pool import RowPool
 from autocache.row_reader import RowReader
 from autocache.store import RowStore
 
@@ -57,7 +58,7 @@ def test_a_background_read_copies_its_rows_and_not_the_file(store: RowStore) -> 
     into = store.buffers(len(ids))
     tracemalloc.start()
     try:
-        store.read(ids, (1,), into=into, in_background=True)
+        store.read(ids, (1,), into=into, pool=RowPool(1))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -21,6 +21,7 @@ from autocache import (
     TieredStore,
     WriteBehind,
 )
+from autocache.row_pool import RowPool
 from autocache.row_reader import reader_of
 from tests.helpers.cached import CPU, LAYOUT, NUM_ROWS, assert_rows_equal, make_rows
 
@@ -162,8 +163,8 @@ def test_tiers_in_host_memory_are_read_into_one_place_without_a_copy(
     store.write(ids[:-2], 3, {n: row[:-2] for n, row in written.items()}, lengths[:-2])
     into, asked = store.buffers(NUM_ROWS + 1), torch.tensor([11, 3, 0, 7, 9, 7, 10, 40])
     into["hidden"].fill_(5)
-    for in_background in (False, True):
-        read = store.read(asked, [3], into=into, in_background=in_background)
+    for pool in (None, RowPool(1)):
+        read = store.read(asked, [3], into=into, pool=pool)
         assert read.depth.tolist() == [0, 1, 1, 1, 1, 1, 0, 0]
         there = read.depth > 0
         rows = {name: row[there] for name, row in read.rows.items()}

@@ -16,6 +16,7 @@ from autocache import ActivationStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
+from autocache.row_pool import RowPool
 from autocache.store import RowStore
 from autocache.write_behind import WriteBehind
 from tests.helpers.cached import (
@@ -104,7 +105,7 @@ def test_a_read_waits_for_the_rows_that_it_asks_for(behind: WriteBehind, held: H
 
     def read() -> None:
         begun.set()
-        found.append(behind.read(ids, [5], in_background=True))
+        found.append(behind.read(ids, [5], pool=RowPool(1)))
 
     reader = threading.Thread(target=read)
     reader.start()
