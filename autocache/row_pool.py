@@ -56,11 +56,14 @@ class RowPool:
             TimeoutError: a thread has not ended.
         """
         shares = max(1, min(self._num, num, num_bytes // _LEAST_BYTES))
+        if shares == 1:
+            work(slice(0, num))
+            return
         bounds = [num * share // shares for share in range(shares + 1)]
         own, *parts = (slice(*ends) for ends in pairwise(bounds))
-        if parts and self._others is None:
+        if self._others is None:
             self._others = ThreadPoolExecutor(self._num - 1, thread_name_prefix="read-rows")
-        others = [self._others.submit(work, part) for part in parts] if self._others else []
+        others = [self._others.submit(work, part) for part in parts]
         try:
             work(own)
         finally:  # Until all have ended they write into memory that is the caller's.

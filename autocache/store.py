@@ -47,7 +47,7 @@ from autocache.row_pool import RowPool
 _PIECE_WORDS = 1 << 15
 """Copied before they are summed: few enough to be in the CPU's cache still."""
 _SHORT_WORDS = 1 << 10
-"""Of rows with lengths of their own that are summed faster together than by a call for each."""
+"""Of rows that are copied, or summed, faster together than by a call for each."""
 _ALL_BITS = (1 << 64) - 1
 _LOGGER = logging.getLogger(__name__)
 
@@ -426,7 +426,10 @@ class RowStore(ActivationStore):
                 if own is not None and field is not self._parts[-1][0]:
                     source = source + units_of(own)
 
-        (pool or RowPool(1)).each(copy, num, num_bytes=num * self.layout.row_bytes)
+        if pool is None:
+            copy(slice(0, num))
+        else:
+            pool.each(copy, num, num_bytes=num * self.layout.row_bytes)
         for field, _, _ in self._parts:
             values = buffers[field.name][:num].view(field.dtype)
             # A field whose bytes are no whole words is filled up behind its last value.
@@ -464,14 +467,17 @@ def copy_out(
     # The place and length of a row that was not found may be any, and lead anywhere.
     (places,) = found.nonzero()
     slots, num_words, checks = source[places], rows.shape[1], np.zeros(len(out), np.uint64)
-    if own is None and num_words <= _PIECE_WORDS:
-        step = _PIECE_WORDS // max(1, num_words)
-        for part in (slice(start, start + step) for start in range(0, len(places), step)):
-            values, at = table[slots[part]], places[part]
-            rows[at], checks[at] = values, np.einsum("nw,w->n", values, factors)
-        return checks
-    nums = np.full(len(places), num_words) if own is None else own[places]
     is_short = num_words <= _SHORT_WORDS
+    if own is None and len(places) == len(out) and num_words <= _PIECE_WORDS:
+        step = _PIECE_WORDS // max(1, num_words)
+        for part in (slice(start, start + step) for start in range(0, len(out), step)):
+            _copy_together(slots[part], table, rows[part], is_short=is_short)
+            checks[part] = np.einsum("nw,w->n", rows[part], factors)
+        return checks
+    if own is None and is_short:
+        rows[places] = table[slots]
+        return np.einsum("nw,w->n", rows, factors)
+    nums = np.full(len(places), num_words) if own is None else own[places]
     for place, slot, num in zip(places.tolist(), slots.tolist(), nums.tolist(), strict=True):
         row, from_file, check = rows[place], table[slot], 0
         row[num:] = 0
@@ -482,6 +488,16 @@ def copy_out(
                 check += int(np.dot(piece, factors[start : start + len(piece)]))
         checks[place] = check & _ALL_BITS
     return np.einsum("nw,w->n", rows, factors) if is_short else checks
+
+
+def _copy_together(
+    slots: np.ndarray, table: np.ndarray, rows: np.ndarray, *, is_short: bool
+) -> None:
+    if is_short:
+        rows[:] = table[slots]
+        return
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        row[:] = table[slot]
 
 
 def copy_in(
