@@ -34,10 +34,13 @@ class RowPool:
     """Have the calling thread and some others work; the others live until `close`.
 
     One thread calls it at a time.
+
+    Attributes:
+        hangs: whether a thread was waited for in vain.
     """
 
     def __init__(self, num: int) -> None:
-        self._num = num
+        self._num, self.hangs = num, False
         self._others: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -67,23 +70,24 @@ class RowPool:
         try:
             work(own)
         finally:  # Until all have ended they write into memory that is the caller's.
-            results(others)
+            self.results(others)
+
+    def results(self, futures: Sequence[Future[_T]]) -> list[_T]:
+        """Wait for threads that read rows; raise the first one's error once all have ended.
+
+        Raises:
+            TimeoutError: one has not ended.
+        """
+        if wait(futures, timeout=MOST_WAIT_S).not_done:
+            self.hangs = True
+            raise TimeoutError(
+                f"rows of the cache were not read within {MOST_WAIT_S:.0f} s; look whether the "
+                "disk of the cache's folder still answers, or choose another folder"
+            )
+        return [future.result() for future in futures]
 
     def close(self) -> None:
+        """End the threads, but for one that hangs."""
         if self._others is not None:
-            self._others.shutdown()
+            self._others.shutdown(wait=not self.hangs)
             self._others = None
-
-
-def results(futures: Sequence[Future[_T]]) -> list[_T]:
-    """Wait for threads that read rows; raise the first one's error once all have ended.
-
-    Raises:
-        TimeoutError: one has not ended.
-    """
-    if wait(futures, timeout=MOST_WAIT_S).not_done:
-        raise TimeoutError(
-            f"rows of the cache were not read within {MOST_WAIT_S:.0f} s; look whether the disk "
-            "of the cache's folder still answers, or choose another folder"
-        )
-    return [future.result() for future in futures]

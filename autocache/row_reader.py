@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autocache.activation_store import ActivationStore, RowRead
 from autocache.row_content import HIDDEN
-from autocache.row_pool import RowPool, results
+from autocache.row_pool import RowPool
 from autocache.tiered_store import TieredStore, joined
 
 _NUM_BUFFERS = 3
@@ -63,7 +63,7 @@ class RowReader:
         """Read rows; they are the caller's until the read after the next."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            (read,) = results([ahead.read])
+            (read,) = self._pool.results([ahead.read])
             is_asked_for = ahead.stamps == stamps and torch.equal(ahead.row_ids, row_ids)
             if is_asked_for and not self._store.is_condemned():
                 self._store.warn_of_damage(read)
@@ -91,17 +91,19 @@ class RowReader:
 
     def close(self) -> None:
         """End the threads."""
-        self.forget()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-        self._pool.close()
+        try:
+            self.forget()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=not self._pool.hangs)
+                self._thread = None
+            self._pool.close()
 
     def forget(self) -> None:
         """Drop what was read ahead."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            results([ahead.read])
+            self._pool.results([ahead.read])
             self._give_back()
 
     def _sent(self, read: RowRead, buffers: _Buffers) -> RowRead:
