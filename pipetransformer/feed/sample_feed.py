@@ -308,8 +308,9 @@ class SampleFeed:
         )
         self._stats += stats
         self._may_all_hit = stats.hits == len(ids)
-        if self.copies and self._may_all_hit and coming.later:
-            # A Trainer says itself what comes next; a loop does not.
+        beside_gpu = self._world.device.type == "cuda"
+        # A Trainer says itself what comes next, a loop does not. On CPUs its step needs the cores.
+        if self.copies and beside_gpu and self._may_all_hit and coming.later:
             self.read_ahead(coming.later[0], epoch=epoch)
         return batch
 
