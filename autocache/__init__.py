@@ -21,6 +21,7 @@ from autocache.kept_store import KeptRows, KeptStore
 from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import CacheStats, PrefixCache
 from autocache.row_content import DIGEST, HIDDEN, Positions, RowContent, by_position, own_lengths
+from autocache.row_pool import RowPool
 from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowStore
@@ -31,7 +32,7 @@ from autocache.write_behind import WriteBehind
 __all__ = [
     "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
     "NamelessFilesError", "OpenSet", "Positions", "PrefixCache", "RowContent", "RowField",
-    "RowLayout", "RowRead", "RowSets", "RowStore", "SetFacts", "TieredStore", "TierPart",
-    "Uploader", "WriteBehind", "by_position", "chain_hash", "device_bytes", "fingerprint",
-    "own_lengths",
+    "RowLayout", "RowPool", "RowRead", "RowSets", "RowStore", "SetFacts", "TieredStore",
+    "TierPart", "Uploader", "WriteBehind", "by_position", "chain_hash", "device_bytes",
+    "fingerprint", "own_lengths",
 ]  # fmt: skip

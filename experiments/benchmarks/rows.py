@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from autocache.layout import RowField, RowLayout
-from autocache.row_pool import RowPool
-from autocache.store import RowStore
+from autocache import RowField, RowLayout, RowPool, RowStore
 from experiments.benchmarks.measuring.rounds import Seconds, bootstrap, interleave
 
 NUM_THREADS = (1, 2, 4)
