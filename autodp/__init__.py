@@ -14,8 +14,10 @@ from autodp.sampler import (
     EpochSampler,
     checked_order,
     mix_seed,
+    places_in_batches,
     shuffled,
     shuffled_by_length,
+    shuffled_in_place,
 )
 from autodp.topology import Topology
 
@@ -23,5 +25,6 @@ __all__ = [
     "ROUND_BYTES", "EpochOrder", "EpochSampler", "GradientReducer", "GroupPool", "Groups",
     "Holders", "Move", "PeerError", "Shard", "ShardStore", "Topology", "broadcast_json",
     "broadcast_tensor", "checked_order", "gather_json", "largest_incoming_bytes", "link_device",
-    "mix_seed", "move_shards", "plan_moves", "shuffled", "shuffled_by_length", "waiting_for",
+    "mix_seed", "move_shards", "places_in_batches", "plan_moves", "shuffled",
+    "shuffled_by_length", "shuffled_in_place", "waiting_for",
 ]  # fmt: skip

@@ -59,6 +59,45 @@ def shuffled(num_samples: int, *, seed: int) -> EpochOrder:
     return order
 
 
+def places_in_batches(num_samples: int, batch_size: int, *, unit: int = 1) -> Tensor:
+    """Return (N,) int64: at which place of its batch each position of an epoch is.
+
+    The last batch may be smaller. Its places are spread over those of the others, so that a cut
+    into slices gives equal places to equal replicas.
+
+    Args:
+        unit: samples that no cut parts.
+    """
+    places = torch.arange(num_samples) % batch_size
+    rest = num_samples % batch_size
+    if rest and num_samples > batch_size:
+        last, units = places[-rest:], -(-batch_size // unit)
+        places[-rest:] = last // unit * units // -(-rest // unit) * unit + last % unit
+    return places
+
+
+def shuffled_in_place(places: Tensor, *, seed: int) -> EpochOrder:
+    """Return an order in which each sample keeps the place in a batch that epoch 0 gave it.
+
+    Epoch 0 is as `shuffled` has it. Later ones shuffle the samples of equal places. So a replica
+    is given the same samples in every epoch, and one of twice as many replicas half of them.
+
+    Args:
+        places: (N,) int64 of each position of an epoch; see `places_in_batches`.
+    """
+    shuffle, by_place = shuffled(len(places), seed=seed), places.argsort(stable=True)
+    first = shuffle(0)
+
+    def order(epoch: int) -> Tensor:
+        if epoch == 0:
+            return first
+        # Positions by their places, and among equal places at random.
+        drawn = (places * len(places) + shuffle(epoch)).argsort()
+        return torch.empty_like(first).index_copy_(0, by_place, first[drawn])
+
+    return order
+
+
 def shuffled_by_length(lengths: Tensor, *, seed: int, batch_size: int) -> EpochOrder:
     """Return an order that puts samples of about equal (N,) lengths into one global batch.
 

@@ -32,6 +32,7 @@ from pipetransformer.feed import (
     SizedDataset,
     Timeline,
     first_samples,
+    keeps_places,
     samples_of,
 )
 from pipetransformer.loop import refuse_wrong_rows
@@ -111,6 +112,7 @@ def build_parts(
     freezes = not isinstance(policy, NeverFreeze)
 
     world = _join_world(config)
+    coming.keep_places(keeps=keeps_places(config, world))
     prefix = FrozenPrefix(task)
     deployment = Deployment(task, world, prefix)
     feed = SampleFeed(

@@ -213,7 +213,7 @@ class TrainConfig:
     """Keep the frozen prefix's activations where reading them is faster than computing them."""
     cache_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where cached activations lie: "cpu" is a file, "cuda" the GPU's memory. Each of several
-    processes has its own GPU memory: after a shuffle it lacks what the others computed. "auto"
+    processes has its own GPU memory, and keeps its samples while the replicas stay. "auto"
     gives a single process as many rows on the GPU as fit into half of what is free there at the
     peak. The others are in the file."""
     cache_check: Literal["sampled", "all"] = "sampled"
@@ -285,7 +285,8 @@ class TrainConfig:
     """Keep columns that the model does not take from collate_fn."""
     sample_order: Annotated[Callable[[int], Tensor] | None, rules.FUNCTION] = None
     """(epoch) -> (N,) int64, every index of the training set once, in that epoch's order; None
-    shuffles. It must be the same on every rank and in a run that resumes."""
+    shuffles, on several nodes such that each has the same samples in every epoch. It must be the
+    same on every rank and in a run that resumes."""
     group_by_length: bool = False
     """Put samples of about equal lengths into a batch. The length is the column "length", or that
     of the model's first input. The order of samples then depends on lengths."""

@@ -8,7 +8,12 @@ sample_feed ─► stage 0
   └─ fetch_forecast: which fetches come next
 """
 
-from pipetransformer.feed.batch_forecast import BatchForecast, ComingStep
+from pipetransformer.feed.batch_forecast import (
+    BatchForecast,
+    ComingStep,
+    keeps_places,
+    share_of_rows_found,
+)
 from pipetransformer.feed.collation import Batch, Collation, names_for
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
@@ -40,7 +45,7 @@ __all__ = [
     "Batch", "BatchForecast", "Clock", "Collation", "ComingStep", "ComputedRows",
     "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "Rows", "SampleError",
     "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline", "check_dataset",
-    "find_changed", "first_samples", "names_for", "own_random_numbers", "part_of", "read_lengths",
-    "refuse_counted_padding", "samples_of", "seed_plainly", "seed_torch", "spread", "tell_of_loss",
-    "tell_of_outputs",
+    "find_changed", "first_samples", "keeps_places", "names_for", "own_random_numbers", "part_of",
+    "read_lengths", "refuse_counted_padding", "samples_of", "seed_plainly", "seed_torch",
+    "share_of_rows_found", "spread", "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

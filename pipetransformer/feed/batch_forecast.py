@@ -1,4 +1,12 @@
-"""Say which samples the coming steps train on."""
+"""Say which samples the coming steps train on.
+
+A sample's row lies on the node that has computed it, and on a second node it would be computed
+again. So on several nodes a sample keeps its place in a batch::
+
+    4 processes on 2 nodes      batch of 8       epoch 0       epoch 1
+    2 replicas of 2 stages      0000 1111        node 0: the samples of places 0 to 3
+    4 replicas                  00 11 22 33      node 1: those of places 4 to 7
+"""
 
 from __future__ import annotations
 
@@ -11,10 +19,20 @@ from typing import Any
 from torch import Tensor
 from torch import distributed as dist
 
-from autodp import EpochSampler, checked_order, gather_json, shuffled, shuffled_by_length
+from autodp import (
+    EpochSampler,
+    checked_order,
+    gather_json,
+    places_in_batches,
+    shuffled,
+    shuffled_by_length,
+    shuffled_in_place,
+)
+from pipetransformer.config import TrainConfig
 from pipetransformer.feed.samples import SizedDataset, read_lengths
 from pipetransformer.feed.timeline import Timeline
 from pipetransformer.model import Task
+from pipetransformer.processes import World
 
 _MOST_STEPS_A_STREAM = 64
 """So that results keep coming."""
@@ -51,8 +69,18 @@ class BatchForecast:
             )
         else:
             order = shuffled(num, seed=config.seed)
-        self._is_given = config.sample_order is not None
-        self._sampler, self._timeline = EpochSampler(num, order), timeline
+        self._config, self._is_given = config, config.sample_order is not None
+        self._usual, self._timeline = order, timeline
+        self.keep_places(keeps=False)
+
+    def keep_places(self, *, keeps: bool) -> None:
+        """Say whether each sample keeps its place in a batch; see `shuffled_in_place`."""
+        config, num, order = self._config, self._timeline.num_samples, self._usual
+        if keeps:
+            unit = config.micro_batch_size or 1
+            places = places_in_batches(num, config.global_batch_size, unit=unit)
+            order = shuffled_in_place(places, seed=config.seed)
+        self._sampler, self._keeps_places = EpochSampler(num, order), keeps
 
     def next_two(self, replicas: int) -> tuple[ComingStep, Tensor | None]:
         """Return the coming step, and the next one's samples unless a pause comes before it."""
@@ -107,21 +135,49 @@ class BatchForecast:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a hash of the samples that the current epoch has trained on."""
+        """Return a hash of the samples that the current epoch has trained on, and the order."""
+        return {"seen": self._seen(), "keeps_places": self._keeps_places}
+
+    def _seen(self) -> str:
         at = self._timeline.position
-        if at.sample == 0:
-            return {"seen": ""}
-        return {"seen": _hash(self._sampler.global_batch(at.epoch, 0, at.sample))}
+        return _hash(self._sampler.global_batch(at.epoch, 0, at.sample)) if at.sample else ""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the epoch would go on in another order, and miss samples."""
-        if state != self.state_dict():
+        """Go on in the run's order, on any number of nodes.
+
+        Raises:
+            ValueError: the epoch would go on in another order, and miss samples.
+        """
+        # Checkpoints of earlier versions, which kept none, do not say it.
+        self.keep_places(keeps=may_keep_places(self._config) and state.get("keeps_places", False))
+        if state["seen"] != self._seen():
             raise ValueError(
                 f"{self._timeline.position.sample} samples of the epoch were trained on in "
                 "another order, so that others would be left out: resume with the sample_order, "
                 "group_by_length and, where that is set, global_batch_size of the save, or from "
                 "the end of an epoch"
             )
+
+
+def may_keep_places(config: TrainConfig) -> bool:
+    """Return whether nothing else decides which samples follow each other."""
+    scales, by_length = config.scale_batch, config.group_by_length
+    return not scales and not by_length and config.sample_order is None
+
+
+def keeps_places(config: TrainConfig, world: World) -> bool:
+    """Return whether a new run's samples keep their places in a batch."""
+    return num_row_places(config, world) > 1 and may_keep_places(config)
+
+
+def share_of_rows_found(config: TrainConfig, world: World) -> float:
+    """Return for which share of samples a later epoch finds a row where it is needed."""
+    return 1.0 if keeps_places(config, world) else 1 / num_row_places(config, world)
+
+
+def num_row_places(config: TrainConfig, world: World) -> int:
+    """Return in how many places rows lie that cannot be read from another."""
+    return world.size if config.cache_device == "cuda" else world.num_nodes
 
 
 def _coming(ids: Tensor, timeline: Timeline, replicas: int) -> ComingStep:

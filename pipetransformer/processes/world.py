@@ -80,6 +80,10 @@ class World:
         return self.rank == 0
 
     @property
+    def num_nodes(self) -> int:
+        return self.size // self.slots_per_node
+
+    @property
     def backend(self) -> str | None:
         """Return the backend for groups of some ranks, None for one process."""
         # Of this group, as the default group may be a script's, without a backend for CPUs.

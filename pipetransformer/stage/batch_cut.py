@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from autopipe.schedule import micro_batch_sizes, split_evenly
+from autopipe.schedule import micro_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,18 @@ class BatchCut:
     micro_batch_size: int | None
 
     def slices(self, num_samples: int) -> tuple[int, ...]:
-        """Return how many samples of a batch each replica takes, in order."""
-        if self.micro_batch_size is None:
-            return split_evenly(num_samples, self.replicas)
-        whole, rest = divmod(num_samples, self.micro_batch_size)
-        shares = split_evenly(whole + (rest > 0), self.replicas)
+        """Return how many samples of a batch each replica takes, in order; the first has most.
+
+        A slice of fewer replicas is made of whole slices of twice as many, so that samples stay
+        on a node whatever the pipelines' length.
+        """
+        unit = self.micro_batch_size or 1
+        units = -(-num_samples // unit)
         ends = [
-            min(sum(shares[: n + 1]) * self.micro_batch_size, num_samples)
-            for n in range(self.replicas)
+            min(-(-units * n // self.replicas) * unit, num_samples)
+            for n in range(self.replicas + 1)
         ]
-        return tuple(end - begin for begin, end in zip((0, *ends), ends, strict=False))
+        return tuple(end - begin for begin, end in pairwise(ends))
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
         """Return the sizes of a replica's micro-batches; none without samples."""

@@ -7,7 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from autodp.sampler import EpochSampler, mix_seed, shuffled
+from autodp.sampler import (
+    EpochSampler,
+    mix_seed,
+    places_in_batches,
+    shuffled,
+    shuffled_in_place,
+)
+from pipetransformer.stage.batch_cut import BatchCut
 
 
 def epoch_of(sampler: EpochSampler, epoch: int, sizes: list[int]) -> list[int]:
@@ -62,6 +69,39 @@ def test_epochs_and_seeds_give_different_orders() -> None:
         for seed, epoch in product(range(20), range(20))
     }
     assert len(orders) == 400
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "size"),
+    [(64, 16, None), (26, 8, None), (5, 8, None), (45, 24, 3), (43, 24, 3), (64, 24, None)],
+)
+def test_samples_that_keep_their_places_stay_with_their_replicas(
+    num_samples: int, batch_size: int, size: int | None
+) -> None:
+    places = places_in_batches(num_samples, batch_size, unit=size or 1)
+    order = shuffled_in_place(places, seed=3)
+    assert torch.equal(order(0), shuffled(num_samples, seed=3)(0))
+    for replicas in (1, 2, 4, 8):
+        cut, replica_of = BatchCut(replicas, 2, size), torch.full((2, num_samples), -1)
+        for epoch in (0, 5):
+            for batch in order(epoch).split(batch_size):
+                parts = batch.split(list(cut.slices(len(batch))))
+                for replica, ids in enumerate(parts):
+                    replica_of[epoch // 5, ids] = replica
+        assert (replica_of >= 0).all()
+        assert torch.equal(replica_of[0], replica_of[1])
+    assert num_samples <= batch_size or not torch.equal(order(5), order(6))
+
+
+def test_equal_places_are_shuffled_to_every_batch_alike() -> None:
+    order = shuffled_in_place(places_in_batches(30, 10), seed=1)
+    # Where a sample of epoch 0's first batch is later: in each of three batches a third.
+    first, batches = order(0)[:10], [0, 0, 0]
+    for epoch in range(1, 301):
+        for n, batch in enumerate(order(epoch).split(10)):
+            batches[n] += int(torch.isin(first, batch).sum())
+    # 3000 places of samples; a third is 1000, its standard deviation 26.
+    assert all(abs(one - 1000) < 6 * 26 for one in batches)
 
 
 def test_the_last_batch_of_an_epoch_is_short() -> None:

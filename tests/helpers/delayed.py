@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.func import functional_call
 
-from autodp.sampler import EpochSampler, shuffled
+from autodp.sampler import EpochSampler
 from autopipe.schedule import micro_batch_sizes
 from autopipe.stashing import VERSION_RULES, StagePlace
 from pipetransformer.model import take_state
@@ -30,7 +30,7 @@ def delayed(scenario: Scenario) -> Outcome:
     model, shape, size = layered.model, scenario.shapes[0], scenario.options["global_batch_size"]
     named = dict(model.named_parameters())
     optimizer = build_adamw(list(named.items()))
-    sampler = EpochSampler(len(data), shuffled(len(data), seed=scenario.options["seed"]))
+    sampler = EpochSampler(len(data), scenario.order(len(data)))
     per_epoch, losses, step = -(-len(data) // size), [], 0
     workers = scenario.settings.get("stage_workers", ())
     for epoch in range(scenario.options["epochs"]):

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autodp.sampler import EpochSampler, shuffled
+from autodp.sampler import EpochSampler
 from autopipe.plan.request import fitting_lengths, length_choices, replicas_of
 from pipetransformer import Trainer
 from pipetransformer.measure.measurements import measure
@@ -237,7 +237,7 @@ def assert_each_sample_once(ranks: list[Outcome], scenario: Scenario) -> None:
     assert scenario.deep is not None
     size, num_samples = scenario.options["global_batch_size"], scenario.deep.num_samples
     per_epoch = -(-num_samples // size)
-    sampler = EpochSampler(num_samples, shuffled(num_samples, seed=scenario.options["seed"]))
+    sampler = EpochSampler(num_samples, scenario.order(num_samples))
     by_step = zip(*(rank.extra["read"] for rank in ranks), strict=True)
     by_epoch: dict[int, Counter[int]] = {}
     for step, read in enumerate(by_step):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from autodp.sampler import EpochSampler, shuffled
+from autodp.sampler import EpochSampler
 from autopipe.loss import LossFunction
 from pipetransformer import LayeredModel
 from pipetransformer.model import OptimizerFactory, take_state
@@ -56,7 +56,7 @@ def plain(
     options, model = scenario.options, layered.model
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = build(named)
-    sampler = EpochSampler(len(data), shuffled(len(data), seed=options["seed"]))
+    sampler = EpochSampler(len(data), scenario.order(len(data)))
     per_epoch = -(-len(data) // options["global_batch_size"])
     losses, extra = [], {"norms": [], "layer_norms": [], "evaluations": []}
     for step in range(per_epoch * options["epochs"]):

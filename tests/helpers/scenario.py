@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 from autodp.messages import gather_json
+from autodp.sampler import EpochOrder, places_in_batches, shuffled, shuffled_in_place
 from autopipe.loss import LossFunction
 from autopipe.plan.request import PipelinePlan, fitting_lengths
 from autopipe.plan.search import predict
@@ -117,6 +118,15 @@ class Scenario:
         if isinstance(self.frozen, tuple):
             return self.frozen[min(epoch, len(self.frozen) - 1)]
         return latest(self.frozen, step)
+
+    def order(self, num_samples: int) -> EpochOrder:
+        """Return the order of samples, on one node or on several."""
+        options = self.options
+        if self.slots_per_node is None or options.get("sample_order"):
+            return options.get("sample_order") or shuffled(num_samples, seed=options["seed"])
+        size, unit = options["global_batch_size"], options.get("micro_batch_size") or 1
+        places = places_in_batches(num_samples, size, unit=unit)
+        return shuffled_in_place(places, seed=options["seed"])
 
     def policy(self) -> FreezePolicy:
         """Build what makes the Trainer freeze so."""
