@@ -129,7 +129,9 @@ def make_request(
     limit = place.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
     request = PlanRequest(*shape, memory_limit_bytes=limit, prefix_chunk=chunk, **further)
     # Rows that are read for ever pay for being written at any rate.
-    return complete_request(request, place.profile, reads_cache=cached, on_gpu=place.reads_ahead)
+    return complete_request(
+        request, place.profile, rows_found=float(cached), on_gpu=place.reads_ahead
+    )
 
 
 def place_at_hand(choice: ModelChoice, *, num_slots: int, global_batch: int) -> Place:

@@ -30,7 +30,7 @@ from autopipe.plan import (
 from autopipe.profile import Profile
 from pipetransformer.elastic.costs import Calibration, TransitionCost, rested
 from pipetransformer.elastic.decision import Decision
-from pipetransformer.feed import Clock
+from pipetransformer.feed import Clock, share_of_rows_found
 from pipetransformer.model import Task
 from pipetransformer.processes import World, told_by_rank_0
 from pipetransformer.stage import BatchCut
@@ -70,7 +70,7 @@ def complete_request(
     request: PlanRequest,
     profile: Profile,
     *,
-    reads_cache: bool,
+    rows_found: float,
     on_gpu: bool = False,
     in_gpu_memory: bool = False,
     reads_a_row: float = math.inf,
@@ -79,26 +79,27 @@ def complete_request(
 
     Args:
         request: states the prefix's chunk.
-        reads_cache: whether activations may come from the cache. The prefix is cached if reading
-            saves more until the end than writing takes.
+        rows_found: share of samples whose rows are found in a later epoch; 0 without a cache. The
+            prefix is cached if reading saves more until the end than writing takes.
         on_gpu: whether a GPU trains. It reads rows of host memory while the step before computes.
         in_gpu_memory: whether all rows lie there.
         reads_a_row: how often a written row will be read.
     """
     read = write = profile.cache_device_bytes_per_s if in_gpu_memory else None
-    reads_ahead = on_gpu and read is None
+    # What is computed beside the rows that are found is not hidden behind the step before.
+    reads_ahead = on_gpu and read is None and rows_found == 1
     if read is None:
         read, write = profile.cache_bytes_per_s, profile.cache_write_bytes_per_s
     cached_s = None
-    if reads_cache and read is not None and profile.first_active(request.num_frozen):
+    if rows_found and read is not None and profile.first_active(request.num_frozen):
         chunk = request.prefix_chunk or 1
         num_bytes = profile.prefix_bytes(request.num_frozen)
         read_s, write_s = num_bytes / read, num_bytes / (write or read)
         hidden_s = _least_active_s(request, profile) if reads_ahead else 0.0
         computed_s = profile.prefix_s(request.num_frozen, chunk) / chunk
         saved_s = computed_s - max(0.0, read_s - hidden_s)
-        if saved_s > 0 and reads_a_row * saved_s > write_s:
-            cached_s = read_s
+        if saved_s > 0 and reads_a_row * rows_found * saved_s > write_s:
+            cached_s = rows_found * read_s + (1 - rows_found) * computed_s
     return replace(
         request,
         prefix_cached_s=cached_s,
@@ -484,7 +485,7 @@ class RunPlanner:
         return complete_request(
             request,
             self.profile,
-            reads_cache=self._may_cache(),
+            rows_found=self._may_cache() * share_of_rows_found(config, self._world),
             on_gpu=on_gpu,
             in_gpu_memory=on_gpu and (alone or config.cache_device == "cuda"),
             reads_a_row=self._reads_a_row(clock, current),

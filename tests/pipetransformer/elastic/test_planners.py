@@ -290,11 +290,27 @@ def test_activations_are_cached_where_reading_them_pays_for_writing_them(
     request = PlanRequest(2, 2, 8, 1, prefix_chunk=1)
     rates = {"cache_bytes_per_s": read or 1.0, "cache_write_bytes_per_s": write}
     frozen = dataclasses.replace(frozen, **rates)
-    caches = {"reads_cache": read is not None}
+    caches = {"rows_found": float(read is not None)}
     completed = complete_request(request, frozen, **caches, reads_a_row=reads)
     assert completed.prefix_cached_s == (pytest.approx(0.4) if is_cached else None)
     none = dataclasses.replace(request, num_frozen=0)
     assert complete_request(none, frozen, **caches).prefix_cached_s is None
+
+
+def test_rows_of_which_a_part_is_found_cost_what_the_others_take_to_compute() -> None:
+    frozen = costs.profile(
+        *(costs.sublayer(layer, forward_s=2.0, output_bytes=400.0) for layer in range(4)),
+        cache_bytes_per_s=1000.0,
+    )
+    request = PlanRequest(2, 1, 8, 1, prefix_chunk=1)
+    whole = complete_request(request, frozen, rows_found=1.0, on_gpu=True)
+    half = complete_request(request, frozen, rows_found=0.5, on_gpu=True, reads_a_row=10.0)
+    assert (whole.prefix_cached_s, whole.prefix_read_ahead) == (pytest.approx(0.4), True)
+    # Reading takes 0.4 s, computing 1 s, which no step before hides.
+    assert (half.prefix_cached_s, half.prefix_read_ahead) == (pytest.approx(0.7), False)
+    # Each row is found half as often, so that 1.2 readings are none too many.
+    seldom = complete_request(request, frozen, rows_found=0.5, reads_a_row=1.2)
+    assert seldom.prefix_cached_s is None
 
 
 # The frozen layer takes 1 s a sample; the three others train for 3 x (2 + 4) s, in a stage alone
@@ -317,8 +333,6 @@ def test_rows_that_are_read_ahead_save_what_does_not_exceed_the_shortest_stage(
     layers = (costs.sublayer(n, forward_s=2.0, output_bytes=1.0) for n in range(4))
     profile = costs.profile(*layers, cache_bytes_per_s=1 / read_s)
     request = PlanRequest(3, 3, 8, 1, prefix_chunk=1, lengths=(longest,))
-    completed = complete_request(
-        request, profile, reads_cache=True, on_gpu=True, reads_a_row=reads
-    )
+    completed = complete_request(request, profile, rows_found=1.0, on_gpu=True, reads_a_row=reads)
     assert completed.prefix_read_ahead == is_cached
     assert completed.prefix_cached_s == (pytest.approx(read_s) if is_cached else None)
