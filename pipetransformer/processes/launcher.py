@@ -47,6 +47,9 @@ _PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of linux/prctl.h."""
 _PRELOADED = ["pipetransformer", "torch._dynamo"]
 """What a fork server imports; torch imports the second when the first optimizer is built."""
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Queues of a GPU that its streams share, 8 by default and 32 at most. Beside its own, a stage has
+streams for messages both ways to both neighbours, for sums, copies and rows."""
 _GRACE_S = 2.0
 _FAILURE, _CONSEQUENCE = "first-failure", "first-consequence"
 """Links to the first rank that failed by itself, and to the first that failed due to another."""
@@ -163,6 +166,7 @@ def _environment(num_slots: int, cores: int, folder: Path) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(num_slots),
         "OMP_NUM_THREADS": str(cores),
         "MKL_NUM_THREADS": str(cores),
+        _CONNECTIONS: os.environ.get(_CONNECTIONS, "32"),
         STORE_VARIABLE: str(folder / "store"),
     }
     if sys.platform == "linux":

@@ -34,6 +34,7 @@ VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "OMP_NUM_THREADS",
     "PIPETRANSFORMER_RESTART_COUNT",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 DEADLINE_S = 60.0
 MODULE = sys.modules["pipetransformer.processes.launcher"]
@@ -70,7 +71,9 @@ def places(
 
 def test_every_rank_finds_its_place_in_the_environment(places: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(places):
-        assert [found[name] for name in VARIABLES] == [str(rank), str(rank), "2", "2", "1", "0"]
+        assert [found[name] for name in VARIABLES] == [
+            str(rank), str(rank), "2", "2", "1", "0", "32",
+        ]  # fmt: skip
         assert found["threads"] == 1
 
 
