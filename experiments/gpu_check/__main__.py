@@ -24,6 +24,8 @@ _SECONDS = {
     "equality": (100, 45),
     "finetuning": (65, 18),
     "pipelines": (60, 50),
+    "nccl": (60, 50),
+    "tiers": (45, 20),
     "memory": (40, 14),
 }
 """Of each phase, in the order of their worth, on a GPU and in a rehearsal."""

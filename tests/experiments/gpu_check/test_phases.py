@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from experiments.gpu_check.__main__ import main
+from experiments.gpu_check.findings import Findings, Setting
 from experiments.gpu_check.loops import Outcome
 from experiments.gpu_check.pack import MOST_BYTES, SENTENCES, SOURCES, VIT, VOCABULARY, pack
-from experiments.gpu_check.phases import marked_tests
+from experiments.gpu_check.phases import marked_tests, nccl
 from experiments.gpu_check.short_runs import (
     EXACTLY,
     IN_FLOAT64,
@@ -89,6 +90,17 @@ def test_marked_tests_are_counted_and_those_that_go_wrong_are_named() -> None:
         marked_tests.summed_up(1, f"{done}tests/a.py::test_d FAILED [100%]\n", must_pass=True)
     with pytest.raises(RuntimeError, match="exit status 0: 1 skipped"):
         marked_tests.summed_up(0, "tests/a.py::test_c SKIPPED\n1 skipped", must_pass=True)
+
+
+def test_a_library_that_refuses_two_ranks_on_a_gpu_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    setting = Setting("cuda", False, None, str(tmp_path), str(tmp_path), 1e12)
+    nccl.run(Findings(tmp_path / "found.json", lambda: 60.0), setting)
+    (line,) = json.loads((tmp_path / "found.json").read_text())["lines"]
+    assert (line["name"], line["status"]) == ("skipped", "ok")
+    assert line["figures"]["why"].startswith("NCCL (2, 29, 7) refuses two ranks on one GPU")
 
 
 @pytest.fixture
