@@ -125,7 +125,8 @@ def chain_bytes(
         # Weights that a graph saves are there anyway.
         activations = {address: saved[address] for address in saved.keys() - held.keys()}
         copies.append(_take_copies(activations, dtypes, sublayer.module.parameters()))
-        return output, sum(activations.values())
+        # Without its graph: one sublayer's activations live at a time.
+        return output.detach(), sum(activations.values())
 
     parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
     buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)

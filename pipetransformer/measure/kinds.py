@@ -42,7 +42,9 @@ class TimedSublayers:
     timed: Sequence[int]
 
     def within(self, spans: Sequence[range]) -> tuple[tuple[int, ...], ...]:
-        """Return the timed sublayers of each span that has any."""
+        """Return the timed sublayers of each span that has any; of a few, each by itself."""
+        if len(self.timed) < len(self.everyone):
+            return tuple((index,) for index in self.timed)
         parts = (tuple(index for index in self.timed if index in span) for span in spans)
         return tuple(part for part in parts if part)
 

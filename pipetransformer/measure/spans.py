@@ -22,6 +22,7 @@ from autopipe.loss import head_of
 from autopipe.profile import ProfiledSublayer, chain_bytes, left_as_found
 from pipetransformer.feed import Batch
 from pipetransformer.model import LayeredModel, Task, opaque_kept
+from pipetransformer.processes import give_back_free_pages
 
 _Result = TypeVar("_Result")
 
@@ -113,6 +114,8 @@ def run_spans(
             if span is not spans[-1]:
                 # The inputs travel as an entry of the batch, whose other entries are side inputs.
                 inputs = [{**batch, _HIDDEN: forward(sublayers, batch)} for batch in inputs]
+        # The process keeps what it frees, but these pieces may be too small for the next span.
+        give_back_free_pages()
     return results
 
 

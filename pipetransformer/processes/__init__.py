@@ -8,7 +8,7 @@ agreement   one rank's error is raised on all
 """
 
 from pipetransformer.processes.agreement import agree, on_rank_0, told_by_rank_0
-from pipetransformer.processes.freed_memory import FreedMemory
+from pipetransformer.processes.freed_memory import FreedMemory, give_back_free_pages
 from pipetransformer.processes.launcher import is_restarted, launch, launcher_name
 from pipetransformer.processes.world import (
     World,
@@ -23,7 +23,7 @@ from pipetransformer.processes.world import (
 )
 
 __all__ = [
-    "FreedMemory", "World", "agree", "connect", "cpu_name", "free_bytes", "is_restarted",
-    "launch", "launcher_name", "likely_device", "on_rank_0", "plannable_bytes",
-    "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
+    "FreedMemory", "World", "agree", "connect", "cpu_name", "free_bytes",
+    "give_back_free_pages", "is_restarted", "launch", "launcher_name", "likely_device",
+    "on_rank_0", "plannable_bytes", "slots_of_a_node", "tightest", "told_by_rank_0", "world_size",
 ]  # fmt: skip

@@ -57,10 +57,16 @@ class FreedMemory:
             self._put_back = None
 
 
+def give_back_free_pages() -> None:
+    """Give to the kernel what is free now, also while this process keeps what it frees."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _leave(keeper: int) -> None:
     _KEEPERS.discard(keeper)
     if not _KEEPERS:
         library = ctypes.CDLL(None)
         for parameter, value in _USUAL.items():
             library.mallopt(parameter, value)
-        library.malloc_trim(0)
+        give_back_free_pages()

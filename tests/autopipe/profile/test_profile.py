@@ -20,10 +20,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopipe.profile import chain as chain_module
-from autopipe.profile.chain import ProfiledSublayer, profile_sublayers, quartiles, uncertainty
+from autopipe.profile.chain import (
+    ProfiledSublayer,
+    chain_bytes,
+    profile_sublayers,
+    quartiles,
+    uncertainty,
+)
 from autopipe.profile.network import AllReduceCost, LinkCost, Ring, RingCost
 from autopipe.profile.profile import Profile, SublayerCost, fitted, merge
 from tests.helpers.clocks import Clock
+from tests.helpers.live_bytes import LiveBytes
 
 LINK = LinkCost(1e-3, 1e6)
 
@@ -429,3 +436,21 @@ def test_the_median_of_equal_repeats_is_certain_and_of_one_unknown() -> None:
 def test_quartiles_are_shares_of_the_median_and_one_repeat_has_none() -> None:
     assert quartiles([8.0, 2.0, 4.0, 5.0, 3.0]) == (0.75, 1.25)
     assert quartiles([3.0]) == quartiles([0.0, 0.0]) == (1.0, 1.0)
+
+
+def test_one_sublayers_activations_live_while_bytes_are_counted() -> None:
+    def call(module: nn.Module, hidden: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
+        output: Tensor = module(batch["x"] if hidden is None else hidden)
+        return output
+
+    blocks = [nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 4)) for _ in range(8)]
+    chain = [ProfiledSublayer(str(i), i, one, partial(call, one)) for i, one in enumerate(blocks)]
+    batch = {"x": torch.randn(1000, 4)}
+    weights = [tensor for one in blocks for tensor in one.parameters()]
+    with LiveBytes([*weights, batch["x"]]) as live:
+        before = live.now()
+        counted = chain_bytes(chain, batch)
+    saved = 1000 * counted[0]["saved_bytes"]
+    assert saved >= 1000 * 400 * 4
+    # Beside what one keeps: what Tanh is given, and all sublayers' outputs.
+    assert live.peak - before <= 2.5 * saved

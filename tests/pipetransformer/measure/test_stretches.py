@@ -236,7 +236,8 @@ def test_a_slow_model_is_measured_by_some_of_its_blocks(monkeypatch: pytest.Monk
     before = {name: t.clone() for name, t in task.model.model.state_dict().items()}
     with spans_noted() as noted:
         found = measure(task, ALONE, read)
-    assert (0, 1, 2, 5) in noted
+    # Each by itself: a few activations live meanwhile, not those of all.
+    assert {(0,), (1,), (2,), (5,)} <= {*noted}
     assert all(torch.equal(t, before[n]) for n, t in task.model.model.state_dict().items())
     blocks = found.sublayers[1:5]
     assert len({(cost.forward_s, cost.backward_s, cost.frozen_s) for cost in blocks}) == 1
