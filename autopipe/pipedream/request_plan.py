@@ -1,4 +1,4 @@
-"""Answer a plan's request as PipeDream does: each stage's workers and sublayers.
+"""Answer a plan's request with PipeDream's pipelines: each stage's workers and sublayers.
 
 The first stage runs the frozen sublayers forward, or reads their outputs from the cache, as the
 request says. Transfers between stages count.
@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopipe.pipedream.stage_search import CutState, Machines, ReplicatedStage, optimize
+from autopipe.pipedream.simulated_rate import fastest_simulated
+from autopipe.pipedream.stage_search import (
+    CutState,
+    Machines,
+    ReplicatedPlan,
+    ReplicatedStage,
+    optimize,
+)
 from autopipe.plan import PipelinePlan, PlanRequest, plan_pipeline, predict
 from autopipe.profile import Profile, SublayerCost
 
@@ -56,12 +63,15 @@ def question_of(profile: Profile, request: PlanRequest) -> Question:
     levels = [Machines(slots, profile.link.bytes_per_s)]
     if (nodes := -(-request.num_ranks // slots)) > 1:
         levels.append(Machines(nodes, profile.node_link.bytes_per_s))
-    states = _chain(profile.sublayers[first:], compute_s, minibatch)
+    states = _chain(profile.sublayers[first:], compute_s, forward_s, minibatch)
     return Question(states, tuple(levels), minibatch)
 
 
 def _chain(
-    costs: Sequence[SublayerCost], compute_s: Sequence[float], minibatch: int
+    costs: Sequence[SublayerCost],
+    compute_s: Sequence[float],
+    forward_s: Sequence[float],
+    minibatch: int,
 ) -> tuple[CutState, ...]:
     output_bytes = [minibatch * cost.output_bytes for cost in costs]
     return tuple(
@@ -72,32 +82,51 @@ def _chain(
             sum(output_bytes[: end + 1]),
             float(sum(cost.parameter_bytes for cost in costs[: end + 1])),
             output_bytes[end],
+            sum(forward_s[: end + 1]),
         )
         for end in range(len(costs))
     )
 
 
-def pipedream_stages(profile: Profile, request: PlanRequest) -> tuple[ReplicatedStage, ...]:
-    """Return the stages that PipeDream's optimizer chooses, over the active sublayers.
+def choose(
+    question: Question, *, memory_bytes: float | None = None, hidden_sums: bool = False
+) -> ReplicatedPlan:
+    """Return the pipeline of the highest simulated rate, or the choice of the paper's rule.
+
+    Args:
+        hidden_sums: a stage costs the larger of compute and sums of gradients, as in the paper.
+    Raises:
+        ValueError: no pipeline fits.
+    """
+    asked = question.states, question.levels
+    if not hidden_sums:
+        return fastest_simulated(*asked, memory_bytes=memory_bytes)
+    return optimize(*asked, activations=True, memory_bytes=memory_bytes, hidden_sums=True)
+
+
+def pipedream_stages(
+    profile: Profile, request: PlanRequest, *, hidden_sums: bool = False
+) -> tuple[ReplicatedStage, ...]:
+    """Return the stages that are chosen over the active sublayers; see `choose`.
 
     Raises:
         ValueError: no pipeline fits.
     """
-    question = question_of(profile, request)
-    limit = request.memory_limit_bytes
-    plan = optimize(question.states, question.levels, activations=True, memory_bytes=limit)
-    return plan.leaves
+    question, limit = question_of(profile, request), request.memory_limit_bytes
+    return choose(question, memory_bytes=limit, hidden_sums=hidden_sums).leaves
 
 
-def plan_as_pipedream(profile: Profile, request: PlanRequest) -> PipelinePlan:
-    """Plan PipeDream's stages with 1F1B for a request that has their workers.
+def plan_as_pipedream(
+    profile: Profile, request: PlanRequest, *, hidden_sums: bool = False
+) -> PipelinePlan:
+    """Plan the stages that are chosen, with 1F1B, for a request that has their workers.
 
     The micro-batch count is the fastest of the request's, or of 1 to 6 per worker.
 
     Raises:
         ValueError: no pipeline is possible, or none fits the memory.
     """
-    stages = pipedream_stages(profile, request)
+    stages = pipedream_stages(profile, request, hidden_sums=hidden_sums)
     workers = tuple(stage.replicas for stage in stages)
     # Workers are fixed for a run: if frozen layers lead to others, cut the given stages ourselves.
     if len(workers) == 1 or workers != request.stage_workers:

@@ -48,6 +48,7 @@ class CutState:
         below: indices of the states that come before this one on some path of cuts.
         compute_s, saved_bytes, parameter_bytes: of all nodes below it.
         crossing_bytes: outputs that are still wanted above it.
+        forward_s: the forward's part of compute_s.
     """
 
     nodes: tuple[str, ...]
@@ -56,6 +57,7 @@ class CutState:
     saved_bytes: float
     parameter_bytes: float
     crossing_bytes: float
+    forward_s: float
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def optimize(
         raise ValueError("there are no machines; give at least one level of them")
     if not states[-1].compute_s > 0:
         raise ValueError("no node of the graph takes any time; profile its compute")
-    sums = _Sums.of(states)
+    sums = StageSums.of(states)
     compute, inner = sums.compute, 1
     tables: list[_Level] = []
     for number, machines in enumerate(levels):
@@ -221,7 +223,7 @@ def data_parallel_s(
 
 
 @dataclass(frozen=True)
-class _Sums:
+class StageSums:
     """Hold the sums of any stage (i, j) as arrays [i, j], infinite for i > j.
 
     Compute is also infinite for stages without work. Crossing bytes are by state.
@@ -234,7 +236,7 @@ class _Sums:
     below: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(states: Sequence[CutState]) -> _Sums:
+    def of(states: Sequence[CutState]) -> StageSums:
         num = len(states)
 
         def between(values: Sequence[float]) -> Array:
@@ -246,7 +248,7 @@ class _Sums:
 
         compute = between([state.compute_s for state in states])
         compute[compute <= _NO_WORK * states[-1].compute_s] = np.inf
-        return _Sums(
+        return StageSums(
             compute,
             between([state.parameter_bytes for state in states]),
             between([state.saved_bytes for state in states]),
@@ -259,7 +261,7 @@ class _Sums:
 class _Level:
     """Solve a level for every stage of the level above; see `optimize` for the settings."""
 
-    sums: _Sums
+    sums: StageSums
     compute: Array
     machines: Machines
     inner: int

@@ -163,6 +163,7 @@ def _state(bits: _Bits, antichain: int, below: tuple[int, ...]) -> CutState:
         sum(node.output_bytes for node in nodes),
         sum(node.parameter_bytes for node in nodes),
         sum(node.output_bytes for node in wanted),
+        sum(node.forward_s for node in nodes),
     )
 
 

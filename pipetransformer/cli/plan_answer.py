@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from autopipe.pipedream import ReplicatedPlan, optimize, question_of
+from autopipe.pipedream import ReplicatedPlan, choose, question_of
 from autopipe.plan import (
     ExplainedPlan,
     PipelinePlan,
@@ -23,8 +24,8 @@ from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from pipetransformer.cli.places import Place
 
-_MOST_SLOTS = 128
-"""Of a node, and nodes, for PipeDream's optimizer: its time grows with their square."""
+_MOST_SLOTS = 64
+"""Of all nodes, for PipeDream's choice: simulating more takes minutes."""
 _Found = TypeVar("_Found")
 
 
@@ -59,7 +60,7 @@ class Answer:
         others: runners-up, fastest first.
         refusals: why some lengths have no plan.
         published: by the published rules.
-        pipedream: of PipeDream's optimizer, whose stages have their own replicas.
+        pipedream: of the highest simulated rate, whose stages have their own replicas.
         near: plans that cannot be told from the fastest, which is among them, shortest first.
         range_s: the chosen plan's step by the quartiles of the measurements; None without a plan.
     """
@@ -104,11 +105,11 @@ def find_plan(place: Place, request: PlanRequest) -> Answer:
 
 def replicate(profile: Profile, request: PlanRequest) -> Replicated:
     """Return PipeDream's choice; a ValueError if none fits, or slots or nodes are too many."""
-    asked, limit = question_of(profile, request), request.memory_limit_bytes
-    most = max(level.count for level in asked.levels)
-    if most > _MOST_SLOTS:
-        raise ValueError(f"a level has {most} machines; at most {_MOST_SLOTS} are planned")
-    plan = optimize(asked.states, asked.levels, activations=True, memory_bytes=limit)
+    asked = question_of(profile, request)
+    slots = math.prod(level.count for level in asked.levels)
+    if slots > _MOST_SLOTS:
+        raise ValueError(f"{slots} slots are too many to simulate; at most {_MOST_SLOTS} are")
+    plan = choose(asked, memory_bytes=request.memory_limit_bytes)
     names = asked.states[-1].nodes
     stages = [list(names[leaf.begin : leaf.end]) for leaf in plan.leaves]
     return Replicated(plan, stages, asked.minibatch / plan.seconds)

@@ -13,6 +13,7 @@ from pipetransformer.config.schedules import (
 )
 from pipetransformer.config.train_config import (
     EVALUATION_FIELDS,
+    PIPEDREAM_PLANS,
     PLANS,
     CollateFunction,
     ComputeMetrics,
@@ -25,6 +26,6 @@ from pipetransformer.config.train_config import (
 
 __all__ = [
     "CollateFunction", "ComputeMetrics", "EVALUATION_FIELDS", "LearningRateSchedule", "Metric",
-    "PLANS", "PreprocessLogits", "TrainConfig", "constant", "cosine_with_warmup",
-    "make_config", "named_schedule", "usual_prefix_chunk",
+    "PIPEDREAM_PLANS", "PLANS", "PreprocessLogits", "TrainConfig", "constant",
+    "cosine_with_warmup", "make_config", "named_schedule", "usual_prefix_chunk",
 ]  # fmt: skip

@@ -28,7 +28,8 @@ ComputeMetrics = Callable[[Any], Mapping[str, float]]
 PreprocessLogits = Callable[[Tensor, Any], Tensor]
 """Reduces a micro-batch's outputs to what is kept of them."""
 
-PLANS = ("fastest", "published", "pipedream")
+PIPEDREAM_PLANS = ("pipedream", "pipedream_paper")
+PLANS = ("fastest", "published", *PIPEDREAM_PLANS)
 """Planners by name."""
 
 EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
@@ -168,10 +169,11 @@ class TrainConfig:
     plan: Annotated[str | Callable[..., PipelinePlan], _PLANNER] = "fastest"
     """How the pipeline is chosen at every decision. "fastest" takes the fastest plan of all,
     "published" follows the published rules, and a function takes a `PlanSituation`. "pipedream"
-    asks PipeDream's optimizer once, at the start: its stages' workers are used as `stage_workers`
-    are. Its boundaries stay while each stage has something to train. Where it answers "data
-    parallel", all processes are replicas of one stage. With `weight_versions="stashed"` this is
-    PipeDream as published, except that all stages update once a global batch."""
+    chooses once, at the start, the stages' workers with the highest simulated rate: they are used
+    as `stage_workers` are. "pipedream_paper" chooses by the formula of PipeDream's paper. The
+    boundaries stay while each stage has something to train. Where the answer is one stage, all
+    processes are its replicas. With `weight_versions="stashed"` this is PipeDream as published,
+    except that all stages update once a global batch."""
     memory_limit_bytes: Annotated[int | None, rules.COUNT] = None
     """Modelled bytes that a device slot may use, in a step and in a transition; never more than
     what is free on the GPUs before the first step. None is that, less a margin for workspaces,
@@ -605,10 +607,10 @@ def _in_the_pipeline(config: TrainConfig) -> Iterator[str]:
             "processes",
             one_pipeline | published,
         )
-    if config.plan == "pipedream":
+    if config.plan in PIPEDREAM_PLANS:
         yield from _beside(
-            "plan is 'pipedream', which makes one 1F1B pipeline of all processes, or replicas of "
-            "one stage, and chooses which",
+            f"plan is {config.plan!r}, which makes one 1F1B pipeline of all processes, or "
+            "replicas of one stage, and chooses which",
             one_pipeline | {"stage_workers": config.stage_workers is not None},
         )
     if config.weight_versions is None:
@@ -648,7 +650,7 @@ def _beside_parts(config: TrainConfig) -> Iterator[str]:
             f"pipeline_length={config.pipeline_length}": (config.pipeline_length or 1) > 1,
             "stage_workers": config.stage_workers is not None,
             "weight_versions": config.weight_versions is not None,
-            "plan='pipedream'": config.plan == "pipedream",
+            f"plan={config.plan!r}": config.plan in PIPEDREAM_PLANS,
             "compile": config.compile,
             "layer_decay": config.layer_decay is not None,
             "tied_weights": config.tied_weights != "train",

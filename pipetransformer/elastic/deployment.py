@@ -28,6 +28,7 @@ from autodp import (
     move_shards,
 )
 from freeze.signals import IntervalSignals
+from pipetransformer.config import PIPEDREAM_PLANS
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.shards import (
     WEIGHTS,
@@ -56,7 +57,7 @@ class Deployment:
             world.rank,
             # PipeDream's stages get their workers when the costs are known.
             ()
-            if task.config.plan == "pipedream"
+            if task.config.plan in PIPEDREAM_PLANS
             else [world.topology(length) for length in world.lengths],
             on_cuda=world.link_device.type == "cuda",
             timeout_s=task.config.setup_timeout_s,

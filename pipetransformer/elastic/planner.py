@@ -28,6 +28,7 @@ from autopipe.plan import (
     step_range,
 )
 from autopipe.profile import Profile
+from pipetransformer.config import PIPEDREAM_PLANS
 from pipetransformer.elastic.costs import Calibration, TransitionCost, rested
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.feed import Clock, share_of_rows_found
@@ -260,27 +261,30 @@ def _planned_as_published(situation: PlanSituation) -> PipelinePlan:
     return plan_as_published(profile, request)
 
 
-def pipedream_plan(situation: PlanSituation) -> PipelinePlan:
-    """Plan by PipeDream's optimizer, for the stages' workers that it chose at the start.
+def pipedream_plan(situation: PlanSituation, *, hidden_sums: bool = False) -> PipelinePlan:
+    """Plan PipeDream's stages, for the workers that were chosen at the start.
 
     The stages stay while each has something to train. Then they are cut again for these workers,
     or all ranks become replicas of one stage, as the request's length says.
 
+    Args:
+        hidden_sums: choose by the paper's rule; see `autopipe.pipedream.choose`.
     Raises:
-        ValueError: the optimizer's pipeline does not fit the memory limit, or the batch.
+        ValueError: the chosen pipeline does not fit the memory limit, or the batch.
     """
     request, current = situation.request, situation.current
     if current is not None and request.lengths == (current.length,):
         stay = _stay(situation, current)
         if stay is not None:
             return stay
-    return plan_as_pipedream(situation.profile, request)
+    return plan_as_pipedream(situation.profile, request, hidden_sums=hidden_sums)
 
 
 PLANNERS: Mapping[str, Planner] = {
     "fastest": fastest_plan,
     "published": published_plan,
     "pipedream": pipedream_plan,
+    "pipedream_paper": partial(pipedream_plan, hidden_sums=True),
 }
 """Planners that a configuration may name; it may also be one."""
 
@@ -311,19 +315,21 @@ class RunPlanner:
         self._transition_cost = TransitionCost(world)
 
     def choose_workers(self, clock: Clock) -> None:
-        """Let PipeDream's optimizer choose each stage's workers for the whole run. Collective.
+        """Choose each stage's workers for the whole run, as PipeDream does. Collective.
 
         Other planners choose none.
 
         Raises:
             ValueError: no pipeline of its fits, on rank 0; see `agree`.
         """
-        if self._task.config.plan != "pipedream":
+        config = self._task.config
+        if config.plan not in PIPEDREAM_PLANS:
             return
 
         def choose() -> list[int]:
             request = self.request(clock, 0, None)
-            stages = pipedream_stages(self.profile, request)
+            hidden_sums = config.plan == "pipedream_paper"
+            stages = pipedream_stages(self.profile, request, hidden_sums=hidden_sums)
             return [stage.replicas for stage in stages]
 
         workers = told_by_rank_0(choose, group=self._world.group)
@@ -521,7 +527,7 @@ class RunPlanner:
     def _lengths(self, num_frozen: int) -> tuple[int, ...] | None:
         """Return the length that was set, or the longest below it that the active layers allow."""
         length, workers = self._task.config.pipeline_length, self._world.stage_workers
-        if self._task.config.plan == "pipedream" and workers is None:
+        if self._task.config.plan in PIPEDREAM_PLANS and workers is None:
             return (1,)
         if length is None and workers is None:
             return None

@@ -1,4 +1,4 @@
-"""Prove that a Trainer runs the pipeline that PipeDream's optimizer chooses, and trains by it."""
+"""Prove that a Trainer trains PipeDream's pipelines, chosen by a simulation or by the paper."""
 
 from __future__ import annotations
 
@@ -59,6 +59,24 @@ def light(*arguments: Any, **options: Any) -> Profile:
     return dataclasses.replace(found, sublayers=(first, *others))
 
 
+def sums_beside_computing(*arguments: Any, **options: Any) -> Profile:
+    """Find that replicas compute for as long as they sum gradients."""
+    found = never(*arguments, **options)
+    alike = [
+        dataclasses.replace(one, forward_s=(0.1,), parameter_bytes=10**8, output_bytes=1)
+        for one in found.sublayers
+    ]
+    link = LinkCost(0.0, 1e9)
+    return dataclasses.replace(found, sublayers=tuple(alike), link=link, node_link=link)
+
+
+@measuring(sums_beside_computing)
+def train_by(scenario: Scenario, plan: str) -> Outcome:
+    options = {**scenario.settings, "plan": plan}
+    with make_trainer(scenario, scenario.policy(), **options) as trainer:
+        return planned(run_to_end(trainer, None), trainer)
+
+
 @measuring(light)
 def train_lightly(scenario: Scenario) -> Outcome:
     options = {**scenario.settings, "plan": "pipedream"}
@@ -96,6 +114,16 @@ def test_light_weights_make_all_processes_replicas(two_ranks: Pool) -> None:
     scenario = Scenario({0: Shape(1, 1)})
     outcome = merge(two_ranks.run(train_lightly, scenario))
     assert outcome.extra["workers"] is None and outcome.extra["plan"].length == 1
+    assert_equal(outcome, plain(scenario))
+
+
+@pytest.mark.parametrize(("plan", "workers"), [("pipedream", (1, 1)), ("pipedream_paper", None)])
+def test_the_paper_s_rule_hides_sums_and_the_simulation_does_not(
+    two_ranks: Pool, plan: str, workers: tuple[int, ...] | None
+) -> None:
+    scenario = Scenario({0: Shape(1, 1)})
+    outcome = merge(two_ranks.run(train_by, scenario, plan))
+    assert outcome.extra["workers"] == workers
     assert_equal(outcome, plain(scenario))
 
 

@@ -35,6 +35,7 @@ def chain(costs: Sequence[tuple[float, float, float]]) -> tuple[CutState, ...]:
             tuple(range(end - 1)),
             *(sum(values[:end]) for values in (seconds, outputs, weights)),
             outputs[end - 1],
+            sum(seconds[:end]) / 3,
         )
         for end in range(1, len(costs) + 1)
     )
@@ -262,9 +263,9 @@ def light(num_layers: int = 3) -> Profile:
 
 def test_heavy_weights_end_in_a_stage_of_one_worker() -> None:
     asked = request(4, stage_workers=(3, 1), lengths=(2,))
-    assert [leaf.to_json() for leaf in pipedream_stages(heavy_end(), asked)] == [
-        [0, 3, 3], [3, 4, 1],
-    ]  # fmt: skip
+    for hidden_sums in (False, True):
+        stages = pipedream_stages(heavy_end(), asked, hidden_sums=hidden_sums)
+        assert [leaf.to_json() for leaf in stages] == [[0, 3, 3], [3, 4, 1]]
     plan = plan_as_pipedream(heavy_end(), asked)
     assert plan.boundaries == (0, 3, 4) and plan.schedule == "1f1b"
     fastest = min(

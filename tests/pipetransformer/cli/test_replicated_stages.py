@@ -38,9 +38,9 @@ def test_a_model_gets_pipedream_s_choice_beside_ours(
     assert answer["pipedream"]["name"] in row
 
 
-def test_more_slots_than_its_optimizer_solves_in_time_are_refused() -> None:
-    request = PlanRequest(200, 200, 400, 0)
-    with pytest.raises(ValueError, match="a level has 200 machines; at most 128 are planned"):
+def test_more_slots_than_are_simulated_in_time_are_refused() -> None:
+    request = PlanRequest(72, 8, 144, 0)
+    with pytest.raises(ValueError, match="72 slots are too many to simulate; at most 64 are"):
         replicate(uniform(4), request)
 
 
