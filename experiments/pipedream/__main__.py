@@ -1,11 +1,14 @@
 """Compare data, model and pipeline parallelism as PipeDream's paper does.
 
     python -m experiments.pipedream train --networks vgg16 alexnet transformer --picture ways.png
+    python -m experiments.pipedream accuracy --network vgg16 --optimizer sgd --rates 0.003 0.01 \\
+        --runs runs.jsonl
     python -m experiments.pipedream simulate graph.txt --clusters A B
     python -m experiments.pipedream draw --stages 4 --micro_batches 4 --picture schedules.png
 
 `train` trains small networks on scikit-learn's digits in every way, on as many CPU threads as
-there are workers, and says what staleness costs. `simulate` predicts every way for profiles as
+there are workers, and says what staleness costs. `accuracy` tunes the rate of each rule, and
+trains with it from several seeds. `simulate` predicts every way for profiles as
 PipeDream's profiler writes them, on the machines of its paper, beside the published speed-ups.
 `draw` puts the schedules side by side, with their bubble, memory and communication beside the
 formulas. The last line is JSON.
@@ -22,7 +25,7 @@ from pathlib import Path
 import torch
 
 from experiments.finetune.series import markdown
-from experiments.pipedream import drawn, trained
+from experiments.pipedream import drawn, staleness, trained
 from experiments.pipedream.clusters import CLUSTERS, PUBLISHED
 from experiments.pipedream.cuts import trimmed
 from experiments.pipedream.layer_graph import read_graph
@@ -51,6 +54,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--small", action="store_true", help="narrow networks, to try it")
     train.add_argument("--picture", type=Path, help="draw accuracy over time into this file")
+    accuracy = ways.add_parser("accuracy", help="train each rule of versions at its best rate")
+    accuracy.add_argument("--network", choices=NETWORKS, required=True, help="a narrow one")
+    accuracy.add_argument("--optimizer", choices=staleness.OPTIMIZERS, required=True)
+    accuracy.add_argument("--rates", nargs="+", type=float, required=True, help="to try")
+    accuracy.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    accuracy.add_argument("--epochs", type=int, default=15)
+    accuracy.add_argument("--warm_up", type=int, default=2, help="epochs")
+    accuracy.add_argument("--runs", type=Path, required=True, help="file of finished runs")
     simulate = ways.add_parser("simulate", help="predict every way on a described cluster")
     simulate.add_argument(
         "profiles", nargs="+", type=Path, help="vgg16.txt is VGG-16's, and so on"
@@ -91,6 +102,14 @@ def run_train(options: argparse.Namespace) -> None:
     print(trained.as_json(learned))
 
 
+def run_accuracy(options: argparse.Namespace) -> None:
+    """Train, and print a table; a command that was ended goes on."""
+    first = staleness.Run(options.network, options.optimizer, options.epochs, options.warm_up)
+    found = staleness.compare(first, rates=options.rates, seeds=options.seeds, path=options.runs)
+    print(f"{options.network}, {options.optimizer}\n\n{staleness.table(found)}\n")
+    print(json.dumps([asdict(one) for one in found]))
+
+
 def run_simulate(options: argparse.Namespace) -> None:
     """Predict, and print a table for each profile and cluster."""
     found = []
@@ -128,9 +147,11 @@ def run_draw(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one of the three."""
+    """Run one of the four."""
     options = parse(arguments)
-    {"train": run_train, "simulate": run_simulate, "draw": run_draw}[options.what](options)
+    {
+        "train": run_train, "accuracy": run_accuracy, "simulate": run_simulate, "draw": run_draw
+    }[options.what](options)  # fmt: skip
 
 
 if __name__ == "__main__":

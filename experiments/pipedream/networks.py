@@ -64,8 +64,8 @@ class _Mean(nn.Module):
         return tokens.mean(dim=1)
 
 
-def transformer(width: int = 64, num_blocks: int = 4) -> nn.Sequential:
-    """Build a Transformer over 64 patches of 4 x 4 pixels, without dropout."""
+def transformer(width: int = 64, num_blocks: int = 4, patch: int = 4) -> nn.Sequential:
+    """Build a Transformer over `patch` x `patch` pixels each, without dropout."""
     blocks = [
         nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
@@ -73,7 +73,7 @@ def transformer(width: int = 64, num_blocks: int = 4) -> nn.Sequential:
         for _ in range(num_blocks)
     ]
     return nn.Sequential(
-        _Patches(width, 4), *blocks, nn.LayerNorm(width), _Mean(), nn.Linear(width, CLASSES)
+        _Patches(width, patch), *blocks, nn.LayerNorm(width), _Mean(), nn.Linear(width, CLASSES)
     )
 
 
@@ -84,7 +84,7 @@ def build(name: str, *, seed: int, small: bool = False) -> nn.Sequential:
     normalization a deep network trains from no smaller weights.
     """
     torch.manual_seed(seed)
-    network = NETWORKS[name](*((4,) if name != "transformer" else (16, 2)) * small)
+    network = NETWORKS[name](*((4,) if name != "transformer" else (32, 2, 8)) * small)
     if name != "transformer":
         for layer in network:
             if isinstance(layer, (nn.Conv2d, nn.Linear)):

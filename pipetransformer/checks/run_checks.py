@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -131,6 +132,28 @@ def about_many_views(config: TrainConfig) -> str:
     return (
         f"cache_views is {views}, and the run has {config.epochs} epochs: no row is read again, "
         "and the cache saves nothing. Give fewer views, or train for more epochs"
+    )
+
+
+def about_momentum(config: TrainConfig, optimizer: str, num_ranks: int) -> str:
+    """Say that momentum and gradients of older weights learn slower together, or "".
+
+    Args:
+        optimizer: its groups' settings, spelled as JSON.
+    """
+    if config.weight_versions is None or num_ranks == 1 or config.pipeline_length == 1:
+        return ""
+    groups = json.loads(optimizer or "[]")
+    momenta = [group.get("momentum", (group.get("betas") or (0.0,))[0]) for group in groups]
+    momentum = max(filter(None, momenta), default=0.0)
+    if not momentum:
+        return ""
+    return (
+        f"weight_versions is {config.weight_versions!r}, and the optimizer's momentum is "
+        f"{momentum:g}: with gradients one step old the largest stable rate falls to "
+        f"{(1 - momentum) / (2 * (1 + momentum)):.2g} of what it was, and Transformers learned "
+        "slower at every rate we tried. Compare with a run without weight_versions=, lower the "
+        "momentum and the rate, and warm up"
     )
 
 

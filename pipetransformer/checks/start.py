@@ -20,7 +20,11 @@ from pipetransformer.checks.model_checks import (
     refuse_untrained,
 )
 from pipetransformer.checks.rank_checks import refuse_differing_ranks
-from pipetransformer.checks.run_checks import about_large_batch, about_many_views
+from pipetransformer.checks.run_checks import (
+    about_large_batch,
+    about_many_views,
+    about_momentum,
+)
 from pipetransformer.checks.sample_faults import naming_bad_samples
 from pipetransformer.checks.sublayer_probe import about_cuts, probe_evaluation, probe_sublayers
 from pipetransformer.checks.verification import Verification, verify, verify_recorded
@@ -107,6 +111,7 @@ class RunChecks:
         task = self._task
         yield about_large_batch(task.config, num_samples)
         yield about_low_weights(task.model.model)
+        yield about_momentum(task.config, self._optimizer, self._world.size)
         if self._caches:
             yield about_tied_weights(task)
             yield about_many_views(task.config)

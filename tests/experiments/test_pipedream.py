@@ -172,3 +172,21 @@ def test_schedules_are_drawn_and_measured(
     }  # fmt: skip
     assert all(one["sent"] == pytest.approx(1.0) for one in measured.values())
     assert picture.stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_rules_are_compared_each_at_its_best_rate_and_finished_runs_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs.jsonl"
+    asked = ["accuracy", "--network", "transformer", "--optimizer", "adamw", "--epochs", "2"]
+    asked += ["--warm_up", "1", "--rates", "0.001", "0.003", "--seeds", "0", "1"]
+    main([*asked, "--runs", str(runs)])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("| flushed", "| stashed", "| vertical")) for line in lines) == 3
+    # Two rates with the first seed, and the better one with the other, of three rules.
+    assert len(runs.read_text().splitlines()) == 3 * (2 + 1)
+    assert all(len(one["accuracies"]) == 2 for one in json.loads(last))
+    main([*asked, "--runs", str(runs)])
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    assert len(runs.read_text().splitlines()) == 3 * (2 + 1)
