@@ -348,9 +348,9 @@ class TrainConfig:
     # Processes
 
     device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
-    """"auto" takes a GPU for each slot if there are enough, else the CPU. "cuda" insists on the
-    GPUs, and "cpu" leaves them alone. "cuda-shared", for tests, lets slots share GPUs, with
-    messages through host memory."""
+    """"auto" takes a GPU for each slot if there are enough, or if each process of a node sees one
+    that no other sees; else the CPU. "cuda" insists on the GPUs, and "cpu" leaves them alone.
+    "cuda-shared", for tests, lets slots share GPUs, with messages through host memory."""
     step_timeout_s: Annotated[float | None, rules.SECONDS] = None
     """Longest wait for another rank within a step. None allows 20 predicted steps, and at least
     60 s. With `compile` ten minutes are added to either, as a rank may compile within a step."""

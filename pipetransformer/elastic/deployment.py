@@ -249,7 +249,7 @@ class Deployment:
         model, device = self._task.model, self._world.device
         tensors = [t for i in range(len(self._names)) for t in model.tensors(i).values()]
         lacking = sum(t.nbytes for t in tensors if t.device != device)
-        free = free_bytes(device)
+        free = free_bytes(self._world)
         if free is None or lacking + ROUND_BYTES <= free:
             return device
         if self._world.is_main:

@@ -503,10 +503,10 @@ class Elasticity:
 
     def _memory_limit_bytes(self) -> int | None:
         """Return what plans may take on the fullest GPU, or what the user says. Collective."""
-        wanted, device = self._task.config.memory_limit_bytes, self._world.device
+        wanted, world = self._task.config.memory_limit_bytes, self._world
         # A user's limit has no margin, as `plannable_bytes` has: it is obeyed up to what is free.
-        free = plannable_bytes(device) if wanted is None else free_bytes(device)
-        return tightest((wanted, *gather_json(free, group=self._world.group)))
+        free = plannable_bytes(world) if wanted is None else free_bytes(world)
+        return tightest((wanted, *gather_json(free, group=world.group)))
 
     def _measure(self) -> Profile:
         held_bytes = self.deployment.held_bytes()

@@ -401,13 +401,13 @@ def check_device(config: TrainConfig, device: torch.device) -> None:
         )
 
 
-def room_on_device(device: torch.device) -> int:
+def room_on_device(world: World) -> int:
     """Return the bytes of a GPU that rows may take unasked.
 
     The most that this process has used stays free for it, and half of the rest: measuring has
     used less before the first step than a step will.
     """
-    free = plannable_bytes(device)
+    device, free = world.device, plannable_bytes(world)
     if free is None:
         return 0
     most, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
@@ -419,7 +419,7 @@ def _num_on_device(world: World, layout: RowLayout, num_rows: int, limit: int | 
     if world.size > 1:
         # Several processes could not read each other's rows, and each shuffle deals samples anew.
         return 0
-    num = min(num_rows, room_on_device(world.device) // max(1, device_bytes(layout, 1)))
+    num = min(num_rows, room_on_device(world) // max(1, device_bytes(layout, 1)))
     more_bytes = layout.row_bytes - layout.expected_bytes
     if limit is not None and more_bytes:
         # What rows take on a device beyond their length must not cost another its place.

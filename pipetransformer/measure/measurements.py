@@ -190,7 +190,7 @@ def _choose_spans(
     per_rank = -(-task.config.global_batch_size // world.size)
     sizes = sorted({max(1, largest_micro_batch(task, world) >> halvings) for halvings in _SHRINKS})
     # The tightest rank decides, so that all come to the same spans.
-    set_bytes, free = task.config.memory_limit_bytes, free_bytes(world.device)
+    set_bytes, free = task.config.memory_limit_bytes, free_bytes(world)
     limit_here = tightest((None if set_bytes is None else set_bytes - held_bytes, free))
     least = tightest(gather_json(limit_here, group=world.group))
     limit = math.inf if least is None else least

@@ -17,7 +17,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -30,6 +30,7 @@ class Seat:
 
     Args:
         refusal: why it has no device, or "".
+        only_gpu: names the only GPU that the process sees, where that decides; else "".
         word: names this process, and no restart of it.
     """
 
@@ -38,6 +39,7 @@ class Seat:
     host: str
     device: str = "cpu"
     refusal: str = ""
+    only_gpu: str = ""
     word: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -102,6 +104,26 @@ def _missing(store: dist.Store, size: int, name: str) -> str:
 def _said(store: dist.Store, key: str) -> str:
     # `get` alone would wait for a missing key.
     return store.get(key).decode() if store.check([key]) else ""
+
+
+def settled(seats: Sequence[Seat]) -> list[Seat]:
+    """Return the seats, with a GPU for each process of a node whose processes see one each.
+
+    srun and Ray start processes so. Each sees its GPU as the first and only one, and cannot tell
+    by itself whether that is also the others'.
+
+    Raises:
+        ValueError: the world cannot train; the same on every rank.
+    """
+    slots, found = seats[0].slots, list[Seat]()
+    for first in range(0, len(seats), slots):
+        node = seats[first : first + slots]
+        gpus = {seat.only_gpu for seat in node}
+        if "" not in gpus and len(gpus) == len(node):
+            node = [replace(seat, device="cuda", refusal="") for seat in node]
+        found += node
+    check_seats(found)
+    return found
 
 
 def check_seats(seats: Sequence[Seat]) -> None:

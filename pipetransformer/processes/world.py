@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autodp import Topology, gather_json, link_device
 from autopipe.plan import fitting_lengths
-from pipetransformer.processes.meeting import Seat, check_seats, meet
+from pipetransformer.processes.meeting import Seat, meet, settled
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
 
@@ -56,6 +56,7 @@ class World:
         slots_per_node: processes of one node.
         group: all ranks, with a CPU backend; None where there is one process, and once closed.
         owned: whether that group was made here, and is destroyed by its last open world.
+        slots_per_gpu: slots of this node that share this one's GPU.
         max_replicas: most pipelines that train side by side; None for no limit.
         stage_workers: workers of each stage of the one pipeline of all ranks; None for pipelines
             with one worker a stage.
@@ -67,6 +68,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None
     owned: bool
+    slots_per_gpu: int = 1
     max_replicas: int | None = None
     stage_workers: tuple[int, ...] | None = None
 
@@ -160,42 +162,68 @@ def connect(device: str, *, timeout_s: float) -> World:
     local_rank = _number("LOCAL_RANK", range(slots), default=alone)
     if size == 1 and starts:
         return World(0, 1, 1, _take(choose_device(device, 1, 0)), None, owned=False)
+    seat, limit = _seat(device, rank, local_rank, slots), timedelta(seconds=timeout_s)
+    if starts:
+        seats = _initialise(rank, size, seat, limit)
+        world = World(rank, size, slots, torch.device("cpu"), dist.group.WORLD, owned=True)
+    else:
+        group, is_new = _join_group(shares=device == _SHARED, timeout=limit)
+        # The default group may be an earlier world's, which both worlds then own.
+        owned = is_new or _is_owned(group)
+        world = World(rank, size, slots, torch.device("cpu"), group, owned=owned)
+        try:
+            seats = settled([Seat(**one) for one in gather_json(asdict(seat), group=group)])
+        except ValueError:  # On every rank; after a failed wait, closing would wait once more.
+            world.close()
+            raise
+    _sit_down(world, seats[rank], num_gpus=0 if device == "cpu" else _num_gpus())
+    return world
+
+
+def _seat(device: str, rank: int, local_rank: int, slots: int) -> Seat:
+    """Return this process's place, as far as it knows that by itself."""
     host, chosen, refusal = socket.gethostname(), torch.device("cpu"), ""
     try:
         chosen = choose_device(device, slots, local_rank)
     except ValueError as error:
         refusal = f"rank {rank} on {host}: {error}"
-    seat = Seat(local_rank, slots, host, _SHARED if device == _SHARED else chosen.type, refusal)
-    limit = timedelta(seconds=timeout_s)
-    if starts:
-        _initialise(rank, size, seat, limit)
-        return World(rank, size, slots, _take(chosen), dist.group.WORLD, owned=True)
-    group, is_new = _join_group(shares=device == _SHARED, timeout=limit)
-    # The default group may be an earlier world's, which both worlds then own.
-    world = World(rank, size, slots, chosen, group, owned=is_new or _is_owned(group))
-    try:
-        check_seats([Seat(**one) for one in gather_json(asdict(seat), group=group)])
-    except ValueError:  # On every rank; after a failed wait, closing would wait once more.
-        world.close()
-        raise
-    _take(chosen)
-    return world
+    kind, only_gpu = chosen.type, ""
+    if device == _SHARED:
+        kind = _SHARED
+    elif device != "cpu" and slots > 1 and _num_gpus() == 1:
+        only_gpu = str(torch.cuda.get_device_properties(0).uuid)
+    return Seat(local_rank, slots, host, kind, refusal, only_gpu)
+
+
+def _sit_down(world: World, seat: Seat, *, num_gpus: int) -> None:
+    """Give a world the device of this process's seat; warn where GPUs are left unused."""
+    if seat.device != "cpu":
+        world.device = _take(torch.device("cuda", seat.local_rank % num_gpus))
+    elif num_gpus and seat.local_rank == 0:
+        _LOGGER.warning(
+            f"this node has {num_gpus} GPU(s) for {seat.slots} slots, so training runs on the "
+            f"CPU; start {num_gpus} process(es) to use the GPU(s)"
+        )
+    if seat.device == _SHARED:  # Slots take the GPUs in turn.
+        world.slots_per_gpu = len(range(world.device.index, seat.slots, num_gpus))
 
 
 def likely_device(device: str) -> torch.device:
     """Return the device that a setting most likely gives this process, before it joins a world."""
     # Not the first GPU for all: each process would leave a context in its memory.
     slots = slots_of_a_node()
+    if device == "cuda" and _num_gpus() == 1:  # This process's own, or the run is refused.
+        return torch.device("cuda", 0)
     return _device_of(device, slots, _number("LOCAL_RANK", range(slots), default=0))
 
 
 def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
-    """Choose this slot's device; warn where "auto" leaves GPUs unused.
+    """Choose this slot's device by the number of GPUs that its process sees.
 
     Raises:
         ValueError: the slot has no such device.
     """
-    num_gpus, chosen = _num_gpus(), _device_of(device, slots, local_rank)
+    num_gpus = _num_gpus()
     if device == _SHARED and not num_gpus:
         raise ValueError(
             "device='cuda-shared' needs a GPU on every node, and this one has none; use "
@@ -203,15 +231,11 @@ def choose_device(device: str, slots: int, local_rank: int) -> torch.device:
         )
     if device == "cuda" and num_gpus < slots:
         raise ValueError(
-            f"device='cuda' needs a GPU for each of the {slots} slots of this node, "
-            f"which has {num_gpus}; start fewer processes or use device='cpu'"
+            f"device='cuda' needs a GPU for each of the {slots} slots of this node, and this "
+            f"process sees {num_gpus}; start fewer processes, let each see all GPUs or one that "
+            "no other sees (CUDA_VISIBLE_DEVICES), or use device='cpu'"
         )
-    if device == "auto" and num_gpus and chosen.type == "cpu" and local_rank == 0:
-        _LOGGER.warning(
-            f"this node has {num_gpus} GPU(s) for {slots} slots, so training runs on the CPU; "
-            f"start {num_gpus} process(es) to use the GPU(s)"
-        )
-    return chosen
+    return _device_of(device, slots, local_rank)
 
 
 def _device_of(device: str, slots: int, local_rank: int) -> torch.device:
@@ -225,33 +249,29 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process can still allocate on a GPU; None on other devices.
+def free_bytes(world: World) -> int | None:
+    """Return the bytes that this process can still allocate on its GPU; None on other devices.
 
     Slots that share a GPU have equal parts of its free memory.
     """
+    device = world.device
     if device.type != "cuda":
         return None
     # The driver counts memory as used that torch's allocator has cached, and can give out again.
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] // _num_sharing(device) + cached
+    return torch.cuda.mem_get_info(device)[0] // world.slots_per_gpu + cached
 
 
-def plannable_bytes(device: torch.device) -> int | None:
+def plannable_bytes(world: World) -> int | None:
     """Return the bytes of a GPU that a plan may fill; None on other devices.
 
     The rest of the free memory is for uses that no model of a step counts.
     """
-    free = free_bytes(device)
+    free = free_bytes(world)
     if free is None:
         return None
-    share = int(_SPARE_SHARE * torch.cuda.mem_get_info(device)[1]) // _num_sharing(device)
+    share = int(_SPARE_SHARE * torch.cuda.mem_get_info(world.device)[1]) // world.slots_per_gpu
     return max(0, free - share - _SPARE_BYTES)
-
-
-def _num_sharing(device: torch.device) -> int:
-    """Return how many slots of this node share a GPU; slots take the GPUs in turn."""
-    return max(1, len(range(device.index or 0, slots_of_a_node(), torch.cuda.device_count())))
 
 
 def tightest(limits: Iterable[int | None]) -> int | None:
@@ -259,8 +279,12 @@ def tightest(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
-    """Meet the other ranks, and start the default process group if they can train together."""
+def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> list[Seat]:
+    """Meet the other ranks, and start the default process group if they can train together.
+
+    Returns:
+        all seats, by rank.
+    """
     # The first optimizer imports torch._dynamo, which then keeps a default group alive for good.
     import torch._dynamo  # noqa: F401
 
@@ -274,11 +298,12 @@ def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> None:
         _number("MASTER_PORT", range(1, 1 << 16))
         meeting_store = next(rendezvous("env://", timeout=timeout))[0]
     name, seats = meet(meeting_store, rank, size, seat, timeout_s=timeout.total_seconds())
-    check_seats(seats)
-    backend = "cpu:gloo,cuda:nccl" if seat.device == "cuda" else "gloo"
+    seats = settled(seats)
+    backend = "cpu:gloo,cuda:nccl" if seats[rank].device == "cuda" else "gloo"
     # An earlier world's keys stay in the store; its addresses must not be found again.
     store = dist.PrefixStore(name, meeting_store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return seats
 
 
 def _join_group(*, shares: bool, timeout: timedelta) -> tuple[dist.ProcessGroup | None, bool]:

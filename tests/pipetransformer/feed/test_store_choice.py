@@ -185,9 +185,10 @@ def test_half_of_what_was_never_used_is_for_rows(monkeypatch: pytest.MonkeyPatch
     with stand_in_gpu():
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 700)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 300)
-        assert store_choice.room_on_device(CUDA) == 300
+        world = replace(ALONE, device=CUDA)
+        assert store_choice.room_on_device(world) == 300
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1700)
-        assert store_choice.room_on_device(CUDA) == 0
+        assert store_choice.room_on_device(world) == 0
 
 
 def fetch_in_turn(folder: str, settings: dict[str, Any]) -> tuple[str, list[Any]]:

@@ -4,11 +4,14 @@ refused on every rank with one message."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autodp import gather_json
 from pipetransformer import FreezeSchedule, launch
 from pipetransformer.processes import world as world_module
+from pipetransformer.processes.meeting import Seat
 from pipetransformer.processes.world import (
     World,
+    _sit_down,
     choose_device,
     connect,
     likely_device,
@@ -29,6 +35,8 @@ from pipetransformer.processes.world import (
 from tests.helpers.foreign_group import without_cpus
 from tests.helpers.models import tiny_trainer
 from tests.helpers.pool import Pool
+
+CPU = torch.device("cpu")
 
 TORCHRUN = {
     "RANK": "5",
@@ -47,10 +55,12 @@ def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def have_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Pretend that this node has so many GPUs."""
+def have_gpus(monkeypatch: pytest.MonkeyPatch, number: int, uuid: str = "GPU-0") -> None:
+    """Pretend that this process sees so many GPUs, the first of them with this name."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: number > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: number)
+    only = SimpleNamespace(uuid=uuid)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: only)
 
 
 def test_a_process_started_plainly_is_a_world_of_its_own() -> None:
@@ -187,11 +197,11 @@ def test_ranks_that_share_gpus_talk_over_gloo_and_others_over_nccl(
 
     def agree(store: Any, rank: int, size: int, place: Any, *, timeout_s: float) -> Any:
         places.append(place.device)
-        return "world", []
+        return "world", [place] * size
 
     have_gpus(monkeypatch, 4)
     monkeypatch.setattr(world_module, "meet", agree)
-    monkeypatch.setattr(world_module, "check_seats", lambda places: None)
+    monkeypatch.setattr(world_module, "settled", lambda places: places)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     connect(device, timeout_s=1.0)
@@ -220,13 +230,68 @@ def test_a_gpu_left_idle_is_warned_of_once_a_node(
     num_warnings: int,
 ) -> None:
     have_gpus(monkeypatch, num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with caplog.at_level(logging.WARNING):
         for local_rank in range(2):
-            choose_device(device, slots=2, local_rank=local_rank)
+            world, seat = World(0, 2, 2, CPU, None, owned=False), Seat(local_rank, 2, "node0")
+            kind = choose_device(device, slots=2, local_rank=local_rank).type
+            asked = 0 if device == "cpu" else num_gpus
+            _sit_down(world, dataclasses.replace(seat, device=kind), num_gpus=asked)
     assert [record.message for record in caplog.records] == num_warnings * [
         "this node has 1 GPU(s) for 2 slots, so training runs on the CPU; start 1 process(es) to "
         "use the GPU(s)"
     ]
+
+
+def join_seeing_one_gpu(device: str, gpus: tuple[str, str], starts: bool) -> list[Any]:
+    """Join where each process sees one GPU; return the device, the backend and the GPU's share."""
+    rank = int(os.environ["RANK"])
+    asked: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patching:
+        have_gpus(patching, 1, gpus[rank])
+        patching.setattr(torch.cuda, "set_device", lambda device: asked.update(set=device))
+        if starts:  # As a process does that is in no world yet; the pool's is asked for seats.
+            seats_of = partial(gather_json, group=dist.group.WORLD)
+
+            def meet(store: Any, rank: int, size: int, seat: Seat, *, timeout_s: float) -> Any:
+                return "world", [Seat(**one) for one in seats_of(dataclasses.asdict(seat))]
+
+            patching.setattr(world_module, "meet", meet)
+            patching.setattr(dist, "is_initialized", lambda: False)
+            patching.setattr(dist, "init_process_group", lambda name, **_: asked.update(by=name))
+            patching.setattr(world_module, "_JOINED", itertools.count(1000))
+        try:
+            world = connect(device, timeout_s=30.0)
+        except ValueError as error:
+            return [str(error)]
+        return [str(world.device), asked, world.slots_per_gpu]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("starts", [True, False])
+def test_processes_that_see_one_gpu_each_train_on_these(
+    two_ranks: Pool, device: str, starts: bool
+) -> None:
+    # srun and Ray show each process a GPU of its own as the first. "auto" trained on CPUs, and
+    # "cuda" said that the node has one GPU.
+    found = two_ranks.run(join_seeing_one_gpu, device, ("GPU-a", "GPU-b"), starts)
+    asked = {"set": torch.device("cuda", 0)} | ({"by": "cpu:gloo,cuda:nccl"} if starts else {})
+    assert found == [["cuda:0", asked, 1]] * 2
+
+
+def test_processes_that_see_the_same_gpu_train_on_cpus_or_are_told_why_not(
+    two_ranks: Pool,
+) -> None:
+    same = ("GPU-a", "GPU-a")
+    assert two_ranks.run(join_seeing_one_gpu, "auto", same, False) == [["cpu", {}, 1]] * 2
+    refusals = two_ranks.run(join_seeing_one_gpu, "cuda", same, False)
+    assert refusals[0] == refusals[1]
+    assert "this process sees 1; start fewer processes, let each see all" in refusals[0][0]
+
+
+def test_processes_that_may_share_a_gpu_count_on_a_part_of_it(two_ranks: Pool) -> None:
+    found = two_ranks.run(join_seeing_one_gpu, "cuda-shared", ("GPU-a", "GPU-a"), False)
+    assert found == [["cuda:0", {"set": torch.device("cuda", 0)}, 2]] * 2
 
 
 def join_again() -> dict[str, Any]:
@@ -261,8 +326,8 @@ def made_groups(monkeypatch: pytest.MonkeyPatch, config: str) -> list[dict[str, 
     have_gpus(monkeypatch, 4)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(world_module, "gather_json", lambda value, group: [])
-    monkeypatch.setattr(world_module, "check_seats", lambda seats: None)
+    monkeypatch.setattr(world_module, "gather_json", lambda value, group: [value] * 8)
+    monkeypatch.setattr(world_module, "settled", lambda seats: seats)
     return asked
 
 
@@ -319,7 +384,7 @@ def test_a_group_that_somebody_else_initialised_is_used_and_not_destroyed(two_ra
     ("device", "num_gpus", "chosen"),
     [
         ("auto", 2, "cuda:1"), ("auto", 1, "cpu"), ("auto", 0, "cpu"), ("cpu", 2, "cpu"),
-        ("cuda", 2, "cuda:1"), ("cuda-shared", 1, "cuda:0"),
+        ("cuda", 2, "cuda:1"), ("cuda", 1, "cuda:0"), ("cuda-shared", 1, "cuda:0"),
     ],
 )  # fmt: skip
 def test_before_a_world_is_joined_each_process_looks_at_its_own_gpu(
