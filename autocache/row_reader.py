@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autocache.activation_store import ActivationStore, RowRead
+from autocache.device_thread import thread_on
 from autocache.row_content import HIDDEN
 from autocache.row_pool import RowPool
 from autocache.tiered_store import TieredStore, joined
@@ -80,7 +81,7 @@ class RowReader:
             return
         self.forget()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            self._thread = thread_on(self._device, "read-ahead")
         into = self._next_buffers(len(row_ids))
 
         def read() -> RowRead:

@@ -11,7 +11,7 @@ this process depends on when the thread writes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import final
 
@@ -26,6 +26,7 @@ from autocache.activation_store import (
     Stamps,
     StoreProxy,
 )
+from autocache.device_thread import thread_on
 from autocache.row_pool import RowPool
 
 _MOST_WAITING = 2
@@ -54,7 +55,7 @@ class WriteBehind(StoreProxy):
         super().__init__(within)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
+        self._thread = thread_on(device, "write-behind")
         # Replaced, never changed: another thread may read it.
         self._waiting: tuple[_Writing, ...] = ()
         self._checks: list[Future[bool]] = []

@@ -6,7 +6,9 @@ On a stand-in for one: it counts what would wait, and runs everything on the hos
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from autocache import ActivationStore, DeviceStore, TieredStore
 from autocache import row_reader as reader_module
+from autocache.layout import RowField, RowLayout
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, RowContent
 from autocache.row_reader import RowReader
@@ -195,3 +198,34 @@ def full_rows(entries: dict[str, Tensor], store: RowStore) -> dict[str, Tensor]:
     """Make all rows of a store; digests that are never asked for."""
     rows = {"hidden": entries["x"], **entries, "digest": torch.zeros(6, dtype=torch.int64)}
     return {field.name: rows[field.name] for field in store.layout.fields}
+
+
+def test_threads_that_read_and_write_rows_are_on_their_rank_s_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # They stayed on GPU 0, where each rank's first wait or copy built a context of some 500 MB.
+    current, gpu = threading.local(), torch.device("cuda", 3)
+    seen: list[int] = []
+    layout = RowLayout((RowField("label", (), torch.int64), RowField(HIDDEN, (2,), torch.float32)))
+    rows = {"label": torch.arange(4), HIDDEN: torch.rand(4, 2)}
+    ids = torch.arange(4)
+
+    def note(*_: Any, **__: Any) -> bool:
+        seen.append(getattr(current, "index", 0))
+        return True
+
+    with stand_in_gpu():
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda index: setattr(current, "index", index)
+        )
+        within = RowStore.in_memory(layout, 4)
+        store, reader = WriteBehind(within, device=gpu), RowReader(within, device=gpu)
+        store.holds(note)
+        store.write(ids, 5, rows)
+        store.settle()
+        monkeypatch.setattr(RowReader, "_sent", lambda self, read, _: read if note() else None)
+        reader.read_ahead(ids, (5,))
+        reader.forget()
+        reader.close()
+        store.close()
+    assert seen == [3, 3]
