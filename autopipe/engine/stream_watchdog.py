@@ -8,7 +8,8 @@ Over NCCL a wait orders the stream, and the host goes on launching::
 
 A wait's time begins when the wait before it is over, since the host may launch it a step ahead.
 After an abort the stream goes on with whatever is in memory. So no number may leave the process,
-or become a weight, before `settle` has returned. The thread lives while there are waits.
+or become a weight, before `settle` has returned. One thread looks, from the first wait on until
+the watchdog is gone: a new one for each step would cost each step its start.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +75,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._abort, self._error, self._mark, self._clock = abort, error, mark, clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waits: deque[_Wait] = deque()
         self._oldest_since_s = 0.0
         self._thread: threading.Thread | None = None
@@ -83,13 +85,16 @@ class Watchdog:
         """Watch the stream's newest wait; `what` is a text such as "rank 1 waited for ..."."""
         self.check()
         wait = _Wait(self._mark(), what, limit_s)
-        with self._changed:
+        with self._lock:
             if not self._waits:
                 self._oldest_since_s = self._clock()
             self._waits.append(wait)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._watch_all, name="link watchdog", daemon=True
+                    target=_look_always,
+                    args=(weakref.ref(self),),
+                    name="link watchdog",
+                    daemon=True,
                 )
                 self._thread.start()
 
@@ -100,18 +105,17 @@ class Watchdog:
 
     def settle(self) -> None:
         """Wait until all waits are over, and check: only then has everything arrived."""
-        with self._changed:
+        with self._lock:
             last = self._waits[-1] if self._waits else None
         if last is not None:
             last.end.wait()
         self.check()
-        with self._changed:
+        with self._lock:
             self._waits.clear()
-            self._changed.notify()
 
     def look(self) -> None:
         """Forget the waits that are over; abort if the oldest of the others lasts too long."""
-        with self._changed:
+        with self._lock:
             failure = self._find_failure()
             if failure is None:
                 return
@@ -137,11 +141,10 @@ class Watchdog:
             self._oldest_since_s = now_s
         return None
 
-    def _watch_all(self) -> None:
-        while True:
-            self.look()
-            with self._changed:
-                if not self._waits:
-                    self._thread = None
-                    return
-                self._changed.wait(_PERIOD_S)
+
+def _look_always(watchdog: weakref.ref[Watchdog]) -> None:
+    """Look again and again; a thread that held its watchdog would outlive every transition."""
+    while (here := watchdog()) is not None:
+        here.look()
+        del here
+        time.sleep(_PERIOD_S)

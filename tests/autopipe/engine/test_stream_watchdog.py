@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from autodp import PeerError
+from autopipe.engine import stream_watchdog
 from autopipe.engine.stream_watchdog import Milestone, Watchdog
 from tests.helpers.stand_in_gpu import MarkedStream
 
@@ -61,22 +62,18 @@ class Stream:
         assert self.looked.wait(PATIENCE_S)
 
 
-def thread_of(stream: Stream) -> threading.Thread | None:
-    return stream.watchdog._thread
-
-
 def end_of_thread(stream: Stream) -> None:
-    """Wait for the thread's end, if there is one."""
-    thread = thread_of(stream)
+    """Wait for the end of the thread, once its watchdog is gone."""
+    thread = stream.watchdog._thread
+    del stream.watchdog
     if thread is not None:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-    assert thread_of(stream) is None
 
 
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """Return a stream whose watchdog looks only when the test calls it."""
-    monkeypatch.setattr(Watchdog, "_watch_all", lambda self: None)
+    monkeypatch.setattr(stream_watchdog, "_look_always", lambda watchdog: None)
     return Stream()
 
 
@@ -157,28 +154,24 @@ def test_a_device_that_fails_is_a_failed_wait(monkeypatch: pytest.MonkeyPatch) -
     assert stream.num_aborts == 1
 
 
-def test_there_is_a_thread_while_there_are_waits_and_none_before_or_afterwards() -> None:
+def test_one_thread_looks_from_the_first_wait_on_until_the_watchdog_is_gone() -> None:
+    # Each step's first wait started a thread, which ended with the step.
     before = threading.active_count()
-    stream = Stream()
+    stream, threads = Stream(), set[threading.Thread | None]()
     assert threading.active_count() == before
-    for step in range(2):
+    for _ in range(3):
         for _ in range(3):
             stream.watchdog.watch(FIRST, 5.0)
-        assert threading.active_count() == before + 1
+        threads.add(stream.watchdog._thread)
         stream.wait_for_a_look()
         for mark in stream.marks:
             mark.reached.set()
         stream.watchdog.settle()
-        end_of_thread(stream)
-        assert threading.active_count() == before, f"step {step}"
-
-
-def test_the_thread_ends_by_itself_when_the_waits_are_over() -> None:
-    stream = Stream()
-    stream.watchdog.watch(FIRST, 5.0)
-    stream.wait_for_a_look()
-    stream.marks[0].reached.set()
-    end_of_thread(stream)  # An exception ended the step: nobody settles.
+        assert threading.active_count() == before + 1
+    assert len(threads) == 1 and None not in threads
+    stream.watchdog.watch(FIRST, 5.0)  # An exception ends the step: nobody settles.
+    end_of_thread(stream)
+    assert threading.active_count() == before
 
 
 def test_a_host_that_sits_in_a_synchronisation_is_freed_by_the_abort_and_told_why() -> None:
