@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autodp.rank_sums import MessageSums, Sums, reserved_bytes, sums_of
+from autodp.rank_sums import MessageSums, Sums, Watch, reserved_bytes, sums_of
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as the values of a gradient, by bytes."""
@@ -124,6 +124,7 @@ class GradientReducer:
         tables: parameters, (rows, width) on the CPU, of whose rows a batch touches few; the same
             on every replica. Only rows that any replica has touched are summed.
         on_one_node: whether the replicas may share memory; the same on all of them.
+        watch: over NCCL, is told of each wait of the stream, and limits it.
     Attributes:
         was_early: whether a gradient grew after its bucket was sent; see `finish`.
         own_gradients: this replica's part of the last sums (of a table, the rows that were
@@ -139,13 +140,16 @@ class GradientReducer:
         bucket_bytes: int = 25 << 20,
         tables: Collection[nn.Parameter] = (),
         on_one_node: bool = True,
+        watch: Watch | None = None,
     ) -> None:
         filled = _fill_buckets(parameters, bucket_bytes, frozenset(tables))
         num_bytes = sum(reserved_bytes(sum(_parts(bucket)), bucket[0].dtype) for bucket in filled)
         num_bytes += sum(reserved_bytes(len(table) + 1, torch.int32) for table in tables)
         device = parameters[0].device
         self._sums = (
-            sums_of(group, device, num_bytes) if on_one_node else MessageSums(group, device)
+            sums_of(group, device, num_bytes, watch)
+            if on_one_node
+            else MessageSums(group, device, watch)
         )
         self._buckets = [
             _Table(bucket[0], self._sums)
@@ -179,7 +183,8 @@ class GradientReducer:
         the end of a backward.
 
         Raises:
-            PeerError: a replica is gone, or has sent nothing within the group's time limit.
+            PeerError: a replica is gone, or has sent nothing within the group's time limit; over
+                NCCL it is for the watch to say so.
             RuntimeError: a bucket left early, and is not sent again.
         """
         if not self._armed:

@@ -37,12 +37,17 @@ def waiting_for(
     try:
         yield
     except RuntimeError as error:
-        here = dist.get_rank()
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        others = [rank for rank in ranks if rank != here]
-        if source in others:
-            others = [source]
-        raise PeerError(f"rank {here} waited for {_name(others)} ({what}): {error}") from error
+        raise PeerError(f"{wait_text(what, group, source=source)}: {error}") from error
+
+
+def wait_text(what: str, group: dist.ProcessGroup | None, *, source: int | None = None) -> str:
+    """Say for whom this rank waits; see `waiting_for`."""
+    here = dist.get_rank()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    others = [rank for rank in ranks if rank != here]
+    if source in others:
+        others = [source]
+    return f"rank {here} waited for {_name(others)} ({what})"
 
 
 def _name(ranks: list[int]) -> str:

@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -23,18 +24,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autodp.groups import link_device
-from autodp.messages import gather_json, waiting_for
+from autodp.messages import gather_json, wait_text, waiting_for
 
 _ALIGN_BYTES = 64
 _HEADER_BYTES = 64
 _TOKEN_BYTES = 16
+_GRADIENTS = "gradients of a stage"
 
 
-def sums_of(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> Sums:
+Watch: TypeAlias = Callable[[str], None]
+"""Is told what a GPU's current stream was made to wait for: "rank 0 waited for ..."."""
+
+
+def sums_of(
+    group: dist.ProcessGroup, device: torch.device, num_bytes: int, watch: Watch | None = None
+) -> Sums:
     """Choose how a group adds up vectors of `num_bytes` together. Collective."""
     if device.type == "cpu" and (pieces := share_memory(group, num_bytes)) is not None:
         return SharedSums(group, pieces)
-    return MessageSums(group, device)
+    return MessageSums(group, device, watch)
 
 
 def reserved_bytes(num_values: int, dtype: torch.dtype) -> int:
@@ -43,10 +51,17 @@ def reserved_bytes(num_values: int, dtype: torch.dtype) -> int:
 
 
 class MessageSums:
-    """Send vectors as messages, while the backward goes on until `complete`."""
+    """Send vectors as messages, while the backward goes on until `complete`.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    Args:
+        watch: over NCCL, limits waits, which block no thread of the host; else not asked.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, watch: Watch | None = None
+    ) -> None:
+        self._group, self._device, self._watch = group, device, watch
+        self._text = ""
         self._begun: list[tuple[Tensor, Tensor, dist.Work]] = []
 
     def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
@@ -61,12 +76,18 @@ class MessageSums:
         self._begun.append((vector, message, _begin_sum(message, self._group)))
 
     def complete(self) -> None:
-        """Wait until all vectors hold the sums; a PeerError if a rank is gone or silent."""
+        """Wait until all vectors hold the sums; a PeerError if a rank is gone or silent.
+
+        Over NCCL the current stream waits, and the watch's owner knows when it has gone on.
+        """
         begun, self._begun = self._begun, []
         for vector, message, work in begun:
             _await(work, self._group)
             if message is not vector:
                 vector.copy_(message)
+        if self._watch is not None and any(not message.is_cpu for _, message, _ in begun):
+            self._text = self._text or wait_text(_GRADIENTS, self._group)
+            self._watch(self._text)
 
 
 class SharedSums:
@@ -121,14 +142,14 @@ Sums: TypeAlias = MessageSums | SharedSums
 
 
 def _begin_sum(message: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    with waiting_for("gradients of a stage", group):
+    with waiting_for(_GRADIENTS, group):
         work = dist.all_reduce(message, group=group, async_op=True)
     assert work is not None
     return work
 
 
 def _await(work: dist.Work, group: dist.ProcessGroup) -> None:
-    with waiting_for("gradients of a stage", group):
+    with waiting_for(_GRADIENTS, group):
         work.wait()
 
 

@@ -239,6 +239,7 @@ class AsynchronousStage(Stage):
             part.reducer.finish()
             part.reducer.own_gradients.clear()
         squares = float(part.signals.squared_norm())
+        self._wiring.settle()
         if math.isfinite(squares):
             part.signals.add_gradients()
         part.update(coming)

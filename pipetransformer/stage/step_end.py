@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import final
 
 import torch
+from torch import Tensor
 
 from autopipe.loss import mean_and_correction
 from pipetransformer.feed import ComingStep
@@ -77,6 +78,7 @@ class HostEnd(StepEnd):
         loss_scale: LossScale,
     ) -> None:
         self._task, self._world, self._part = wiring.task, world, part
+        self._settle = wiring.settle
         self._sums, self._refusals, self._scale = sums, refusals, loss_scale
         # A spare has nothing to sum: it waits.
         self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
@@ -117,7 +119,7 @@ class HostEnd(StepEnd):
         factor = (1.0 if correction is None else float(correction)) / self._scale.value
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
-        squared = signals.squared_norm(self._sums.over_stages)
+        squared = signals.squared_norm(self._over_stages)
         # NaN >= 0 is false; math.sqrt would raise for a negative sum.
         norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
         if math.isfinite(norm):
@@ -127,6 +129,11 @@ class HostEnd(StepEnd):
             # The same factor as torch.nn.utils.clip_grad_norm_ has.
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return float(mean), norm
+
+    def _over_stages(self, square: Tensor) -> Tensor:
+        """Return the whole model's squared norm, by this stage's. Collective."""
+        self._settle()  # Here and no sooner: the norm is launched, and the host waits for it.
+        return self._sums.over_stages(square)
 
     def _must_skip(self, step: int, loss: float, norm: float, work: TrainWork) -> bool:
         """Return whether all ranks skip the step; raise where it ends the run. Collective."""

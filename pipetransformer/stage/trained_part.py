@@ -54,6 +54,7 @@ class TrainedPart:
                 groups.stage,
                 tables=self._tables(),
                 on_one_node=topology.is_on_one_node(topology.stage_ranks(self._index)),
+                watch=wiring.watch,
             )
 
     def _tables(self) -> list[nn.Parameter]:

@@ -70,6 +70,9 @@ class StageWiring:
         self.is_last = self.index == topology.length - 1
         self.replica = topology.replica_of(world.rank)
         self.timeout_s = task.config.step_limit_s(plan.predicted_step_s)
+        # Between GPUs all links and sums wait in one stream, so one watchdog limits their waits.
+        on_cuda = world.link_device.type == "cuda"
+        self._watchdog = Watchdog(groups.abort, error=PeerError) if on_cuda else None
         self.uploader = Uploader(world.device)
         self.side_out: tuple[SideSender, ...] = ()
         self.side_in: SideReceiver | None = None
@@ -102,9 +105,7 @@ class StageWiring:
         links = StageLinks()
         if self.is_spare:
             return links
-        # Between GPUs both links wait in one stream, so one watchdog limits the waits of both.
-        on_cuda = self._link_device.type == "cuda"
-        watchdog = Watchdog(self._groups.abort, error=PeerError) if on_cuda else None
+        watchdog = self._watchdog
         previous, following = self.index - 1, self.index + 1
         if previous >= 0:
             links.below = _routed(
@@ -124,6 +125,19 @@ class StageWiring:
                 for rank in self._ranks_of(following)
             )
         return links
+
+    def watch(self, what: str) -> None:
+        """Limit the newest wait of a GPU's stream for another rank."""
+        if self._watchdog is not None:
+            self._watchdog.watch(what, self.timeout_s)
+
+    def settle(self) -> None:
+        """Wait until all that a GPU's stream waits for has come; a PeerError if it has not.
+
+        Until then its numbers may be anything: none may leave the process, or become a weight.
+        """
+        if self._watchdog is not None:
+            self._watchdog.settle()
 
     def send_tied(self, stage: int, tensors: Sequence[Tensor]) -> None:
         """Send tensors to this pipeline's rank of another stage."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autodp import PeerError
 from autodp.gradient_reducer import GradientReducer
 from autodp.groups import Groups
 from autodp.moves import Move
@@ -41,6 +42,9 @@ from pipetransformer.measure.link_times import _pass
 from pipetransformer.processes.world import World
 from pipetransformer.stage import wiring as stage_wiring
 from pipetransformer.stage.wiring import SideSender, StageWiring
+from tests.helpers.inspection import model_of, stage_of
+from tests.helpers.models import tiny_trainer
+from tests.helpers.pool import Pool
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROW = TensorSpec((3,), "float32", True)
@@ -84,6 +88,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
         monkeypatch.setattr(dist, name, lambda t, *a, n=name, **o: traffic.start(n, t))
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group=None: [0, 1])
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield traffic
 
@@ -353,11 +358,46 @@ def test_a_gpu_s_gradients_are_summed_in_host_memory_over_gloo_and_come_back(
 ) -> None:
     parameter = nn.Parameter(torch.empty(4, 3, device=GPU))
     parameter.grad = torch.empty(4, 3, device=GPU)
-    reducer = GradientReducer([parameter], backend(monkeypatch, name))
+    watched: list[str] = []
+    reducer = GradientReducer([parameter], backend(monkeypatch, name), watch=watched.append)
     reducer.finish()
     assert [message.device for message in traffic.messages] == [place]
     assert parameter.grad.device == GPU
+    # A rank that was gone let NCCL end the process, at twice the limit and without its name.
+    text = "rank 0 waited for rank 1 (gradients of a stage)"
+    assert watched == ([text] if place == GPU else [])
     reducer.close()
+
+
+class LostSum:
+    """Stand for a watchdog that had to abort a sum of gradients."""
+
+    def settle(self) -> None:
+        raise PeerError("rank 0 waited for rank 1 (gradients of a stage)")
+
+
+def step_after_a_lost_sum() -> tuple[str, int, bool]:
+    """Make a step with sums that were aborted; return the error, and what it let out."""
+    with tiny_trainer(global_batch_size=8, pipeline_length=1) as trainer:
+        trainer.step()
+        stage, before = stage_of(trainer), [p.detach().clone() for p in weights_of(trainer)]
+        told: list[Any] = []
+        with pytest.MonkeyPatch.context() as patching:
+            patching.setattr(stage._wiring, "_watchdog", LostSum())
+            patching.setattr(stage._sums, "over_stages", told.append)
+            with pytest.raises(PeerError, match="waited for rank 1") as caught:
+                trainer.step()
+        same = all(map(torch.equal, before, weights_of(trainer)))
+        return str(caught.value), len(told), same
+
+
+def weights_of(trainer: Any) -> list[Tensor]:
+    return list(model_of(trainer).parameters())
+
+
+def test_no_number_of_an_aborted_sum_leaves_a_rank_or_becomes_a_weight(two_ranks: Pool) -> None:
+    text = "rank 0 waited for rank 1 (gradients of a stage)"
+    assert two_ranks.run(step_after_a_lost_sum) == [(text, 0, True)] * 2
 
 
 @pytest.mark.parametrize(("name", "place"), [(NCCL, GPU), (GLOO, CPU)])
