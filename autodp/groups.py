@@ -9,6 +9,7 @@ of its GPU, so it is built when it is needed.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,9 @@ class GroupPool:
         on_cuda: whether messages are in GPU memory, over NCCL.
         timeout_s: longest wait for the other ranks while groups are built.
         backend: None for the default group's.
+    Attributes:
+        rebuild_s: seconds that building took for the present pipeline length, where another one's
+            groups will have to be built, too; 0 where all are built ahead.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class GroupPool:
         connections = sum(t.length - 1 + t.replicas - 1 for t in likely)
         self._ahead = likely if not on_cuda and connections <= _MOST_CONNECTIONS else ()
         self._built: dict[int, Groups] = {}
+        self.rebuild_s = 0.0
 
     def open(self, topology: Topology, *, timeout_s: float) -> Groups:
         """Return the groups of a topology; every rank of the world calls it at the same point.
@@ -109,6 +114,7 @@ class GroupPool:
         """
         for other in (*self._ahead, topology):
             if other.length not in self._built:
+                start = time.perf_counter()
                 if not self._ahead:
                     self.close()
                 self._built[other.length] = build_groups(
@@ -118,6 +124,8 @@ class GroupPool:
                     timeout_s=self._timeout_s,
                     backend=self._backend,
                 )
+                if not self._ahead:
+                    self.rebuild_s = time.perf_counter() - start
         groups = self._built[topology.length]
         groups.limit_waits(timeout_s * (_NCCL_PATIENCE if self._on_cuda else 1.0))
         return groups

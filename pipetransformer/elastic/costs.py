@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,21 +168,28 @@ class Calibration:
 
 
 class TransitionCost:
-    """Predict transitions, corrected by the transitions that have happened."""
+    """Predict transitions, corrected by the transitions that have happened.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    Args:
+        rebuild_s: tells the seconds of new groups, which another pipeline length needs. Over NCCL
+            they take much longer than all else; the first ones tell.
+    """
+
+    def __init__(self, world: World, *, rebuild_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._world, self._rebuild_s = world, rebuild_s
         self._regroup_s, self._slowness = _REGROUP_S, _FRESH
 
     def predict_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
         """Return the seconds of going from one plan to another."""
-        return self._regroup_s + self._slowness * self._way_s(profile, before, after)
+        groups_s = self._groups_s(before, after)
+        return groups_s + self._regroup_s + self._slowness * self._way_s(profile, before, after)
 
     def note(
         self, profile: Profile, before: PipelinePlan, after: PipelinePlan, *, seconds: float
     ) -> None:
         """Learn from a transition's measured seconds."""
         way_s = self._way_s(profile, before, after)
+        seconds = max(0.0, seconds - self._groups_s(before, after))
         if way_s == 0:  # No bytes moved: all of it was regrouping.
             self._regroup_s = seconds
         else:
@@ -195,6 +202,9 @@ class TransitionCost:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._regroup_s, self._slowness = state["regroup_s"], state["slowness"]
+
+    def _groups_s(self, before: PipelinePlan, after: PipelinePlan) -> float:
+        return self._rebuild_s() if before.length != after.length else 0.0
 
     def _way_s(self, profile: Profile, before: PipelinePlan, after: PipelinePlan) -> float:
         """Return the seconds for the bytes of the rank that receives most, at a probe's rate."""

@@ -73,6 +73,11 @@ class Deployment:
         assert self.stage is not None
         return self.stage
 
+    @property
+    def rebuild_s(self) -> float:
+        """Return what new groups for another pipeline length take; see `GroupPool`."""
+        return self._groups.rebuild_s
+
     def change(self, decision: Decision) -> int:
         """Carry out a decision; every rank of the world calls it at the same step.
 

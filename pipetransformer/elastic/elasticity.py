@@ -198,6 +198,7 @@ class Elasticity:
             profile=kept or self._measure(),
             memory_limit_bytes=limit,
             may_cache=lambda: self.feed.keeper.may_cache,
+            rebuild_s=lambda: self.deployment.rebuild_s,
         )
         planner.choose_workers(self.clock())
         self._planner = planner

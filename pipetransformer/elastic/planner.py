@@ -296,6 +296,7 @@ class RunPlanner:
         profile: as measured.
         memory_limit_bytes: what a device slot may use; None for no limit.
         may_cache: tells whether activations may come from the cache.
+        rebuild_s: tells the seconds of new groups for another pipeline length.
     """
 
     def __init__(
@@ -306,13 +307,14 @@ class RunPlanner:
         profile: Profile,
         memory_limit_bytes: int | None,
         may_cache: Callable[[], bool],
+        rebuild_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._task, self._world = task, world
         self._may_cache = may_cache
         self.profile = profile
         self._memory_limit_bytes = memory_limit_bytes
         self.calibration = Calibration()
-        self._transition_cost = TransitionCost(world)
+        self._transition_cost = TransitionCost(world, rebuild_s=rebuild_s)
 
     def choose_workers(self, clock: Clock) -> None:
         """Choose each stage's workers for the whole run, as PipeDream does. Collective.

@@ -134,6 +134,27 @@ def test_groups_have_the_backend_asked_for_or_else_the_default_group_s(two_ranks
         assert found == "cpu:gloo"
 
 
+def seconds_of_new_groups(ahead: bool) -> list[float]:
+    """Return what building has taken, after each of a few topologies."""
+    of_length = [Topology(2, 2, length) for length in (1, 2)]
+    groups_pool = GroupPool(
+        dist.get_rank(), of_length if ahead else (), on_cuda=False, timeout_s=30.0
+    )
+    found = []
+    for topology in (of_length[0], of_length[0], of_length[1]):
+        groups_pool.open(topology, timeout_s=20.0)
+        found.append(groups_pool.rebuild_s)
+        dist.barrier()
+    groups_pool.close()
+    return found
+
+
+def test_groups_that_are_not_built_ahead_tell_what_new_ones_take(two_ranks: Pool) -> None:
+    for first, again, other in two_ranks.run(seconds_of_new_groups, False):
+        assert 0 < first == again != other > 0
+    assert two_ranks.run(seconds_of_new_groups, True) == [[0.0] * 3] * 2
+
+
 def test_one_process_has_no_groups() -> None:
     groups_pool = GroupPool(0, [Topology(1, 1, 1)], on_cuda=False, timeout_s=1.0)
     groups = groups_pool.open(Topology(1, 1, 1), timeout_s=1.0)

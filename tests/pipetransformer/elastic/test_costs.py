@@ -91,6 +91,22 @@ def test_a_change_that_moves_nothing_tells_nothing_of_the_bytes() -> None:
     assert cost.predict_s(PROFILE, here, there) == still_s + 4.0
 
 
+def test_a_change_of_length_costs_new_groups_where_these_are_not_built_ahead() -> None:
+    # Over NCCL communicators are built anew, for seconds; 0.05 s were predicted.
+    took_s = [2.0]
+    cost, ahead = TransitionCost(TWO, rebuild_s=lambda: took_s[0]), TransitionCost(TWO)
+    two, one, frozen = pipeline(0, 2, 4), pipeline(0, 4), pipeline(1, 2, 4)
+    for after, groups_s in ((one, 2.0), (frozen, 0.0), (two, 0.0)):
+        usual_s = ahead.predict_s(PROFILE, two, after)
+        assert cost.predict_s(PROFILE, two, after) == pytest.approx(usual_s + groups_s)
+    # What new groups took is no price of bytes, nor of regrouping.
+    usual_s = ahead.predict_s(PROFILE, two, one)
+    took_s[0] = 3.0
+    cost.note(PROFILE, two, one, seconds=usual_s + 3.0)
+    assert cost.predict_s(PROFILE, two, one) == pytest.approx(usual_s + 3.0)
+    assert cost.predict_s(PROFILE, two, frozen) == ahead.predict_s(PROFILE, two, frozen)
+
+
 # Of 10 s, 4 s were spent on getting samples.
 TOOK = {"data": 4.0, "compute": 5.0, "other": 1.0}
 
