@@ -462,6 +462,7 @@ def _recorded(recorder: Recorder) -> Iterator[None]:
         ),
         mock.patch.object(wiring, "Watchdog", Watchdog),
         mock.patch("autodp.rank_sums.link_device", lambda device, group: device),
+        mock.patch("autodp.rank_sums.wait_text", lambda what, group: what),
         mock.patch.object(Tensor, "tolist", tolist),
     ):
         yield
