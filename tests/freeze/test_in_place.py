@@ -426,6 +426,7 @@ def test_a_list_of_blocks_before_the_layers_is_known() -> None:
         )
 
 
+@pytest.mark.slow
 def test_freezing_imports_no_compiler() -> None:
     """Torch's compiler takes seconds to import, which were the first freeze's."""
     program = (

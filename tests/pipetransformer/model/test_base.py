@@ -18,6 +18,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.model import Task, adamw, adapt, set_frozen
 from pipetransformer.model.layered_model import LayeredModel, Sublayer
 from pipetransformer.model.registry import register_adapter
+from tests.helpers.marks import slow
 from tests.helpers.models import Block, sequential, tiny_data, tiny_model
 
 
@@ -220,9 +221,17 @@ def test_models_with_a_forward_of_their_own_are_refused() -> None:
         adapt(hooked)
 
 
+FREEZES = (
+    "import sys, freeze; from torch import nn; "
+    "model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))); "
+    "freeze.apply(model, 1, layers=list(model)); freeze.apply(model, 0, layers=list(model))"
+)
+"""Freeze and thaw for the first time, which must not import torch's compiler either."""
+
+
 def test_importing_the_package_imports_nothing_that_takes_seconds_beside_torch() -> None:
-    slow = {"timm", "transformers", "torch._dynamo", "matplotlib", "pandas"}
-    code = f"import sys, pipetransformer.cli; assert not {slow} & set(sys.modules)"
+    large = {"timm", "transformers", "torch._dynamo", "matplotlib", "pandas"}
+    code = f"{FREEZES}; import pipetransformer.cli; assert not {large} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -243,7 +252,7 @@ def with_gradients(model: nn.Sequential) -> set[str]:
     return {name for name, tensor in model.named_parameters() if tensor.grad is not None}
 
 
-@pytest.mark.parametrize(("backend", "first"), [("eager", 3), ("aot_eager", 0)])
+@pytest.mark.parametrize(("backend", "first"), [("eager", 3), slow("aot_eager", 0)])
 def test_compiled_layers_lose_their_gradients_when_they_freeze_and_have_them_when_they_thaw(
     backend: str, first: int
 ) -> None:
