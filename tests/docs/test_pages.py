@@ -46,7 +46,13 @@ def printed(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["bert-on-glue", slow("vit-on-images"), "lora-on-a-decoder", slow("your-own-policy")]
+    "name",
+    [
+        "bert-on-glue",
+        slow("vit-on-images"),
+        slow("lora-on-a-decoder"),
+        slow("your-own-policy"),
+    ],
 )
 def test_a_tutorial_is_a_program_that_prints_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.examples import notebook
 
 PATH = Path(__file__).parents[2] / "examples/freeze_and_cache.ipynb"
@@ -21,6 +23,7 @@ def pictures(outputs: list[dict[str, Any]]) -> list[bytes]:
     return [base64.b64decode(one["data"]["image/png"]) for one in outputs if "data" in one]
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_and_draws_what_is_stored_in_it() -> None:
     held = notebook.read(PATH)
     stored = [cell["outputs"] for cell in held["cells"] if cell["cell_type"] == "code"]

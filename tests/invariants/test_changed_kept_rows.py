@@ -36,7 +36,7 @@ from tests.helpers.marks import slow
 
 Change = Callable[[Case, random.Random], None]
 KINDS = ("memory", "files", "table")
-NUM_USUAL, NUM_CASES, PIECE = 30, 1000, 97
+NUM_USUAL, NUM_CASES, PIECE = 10, 1000, 99
 _STEP = 7
 """From one case's change to the next; of no common factor with their number."""
 

@@ -27,7 +27,8 @@ from tests.helpers.pool import Pool
 _EPOCHS, _BATCH = 3, 4
 
 _TRAINED = (
-    "resnet", "three taps", "llava", "whisper", slow("bart"), slow("t5"), slow("wav2vec2"),
+    slow("resnet"), "three taps", slow("llava"), "whisper",
+    slow("bart"), slow("t5"), slow("wav2vec2"),
 )  # fmt: skip
 _UNEQUAL = (slow("bart, padded texts"), "llava, padded texts", slow("whisper, padded labels"))
 

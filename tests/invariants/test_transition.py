@@ -57,7 +57,8 @@ def fit_until_transition(scenario: Scenario, folder: str, number: int) -> None:
         Deployment.change = change  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("last_step", [6, slow(9), slow(12)])
+@pytest.mark.slow
+@pytest.mark.parametrize("last_step", [6, 9, 12])
 def test_a_resumed_run_ends_with_the_uninterrupted_one_s_bits(
     two_ranks: Pool, tmp_path: Path, last_step: int
 ) -> None:

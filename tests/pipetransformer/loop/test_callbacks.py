@@ -175,6 +175,7 @@ def lora(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, config).double()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_freeze_with_their_blocks(tmp_path: Path) -> None:
     compare(tmp_path, lambda folder: Training(folder, change=lora), {})
 

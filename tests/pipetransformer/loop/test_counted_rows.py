@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipetransformer import attach
+from tests.helpers.marks import slow
 from tests.helpers.part_models import counted_steps
 
 NUM, TILES = 12, 3
@@ -122,7 +123,7 @@ GATES = pytest.mark.parametrize("gate", [0.0, 1.0])
 
 
 @GATES
-@pytest.mark.parametrize("nums", [(1, 2, 3), RARELY, (1,)], ids=str)
+@pytest.mark.parametrize("nums", [(1, 2, 3), slow(RARELY), (1,)], ids=str)
 @pytest.mark.parametrize("forward", [_by_mask, _by_list, _by_item, _left_out])
 def test_rows_of_any_number_of_entries_change_nothing(
     forward: _Forward, nums: Sequence[int], gate: float

@@ -184,7 +184,7 @@ def _assert_alike(model: nn.Module, plain: nn.Module, rounds: float) -> None:
         torch.testing.assert_close(one, other, rtol=rounds, atol=rounds, msg=name)
 
 
-@pytest.mark.parametrize("name", _TWO_QUICKLY)
+@pytest.mark.parametrize("name", _ONE_QUICKLY)
 @pytest.mark.parametrize(
     ("kind", "loop", "settings"),
     [
@@ -291,7 +291,8 @@ def test_blocks_that_hand_a_position_bias_on_have_rows_without_an_encoder() -> N
     _assert_alike(model, plain, 1e-5)
 
 
-@pytest.mark.parametrize("name", _ONE_QUICKLY)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_another_run_reads_kept_rows(name: str, tmp_path: Path) -> None:
     settings: Any = {
         "cache_keep": True, "cache_folder": str(tmp_path), "tied_weights": "freeze", "freeze": 1,
@@ -508,7 +509,8 @@ def test_what_is_of_a_batch_is_no_row_and_what_skips_a_block_is(
     assert _chain_epochs(Chain(lambda own, _: own.sin(), 0)) == 12
 
 
-@pytest.mark.parametrize("name", _ONE_QUICKLY)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_evaluation_gives_the_losses_of_the_model_without_rows(name: str) -> None:
     model, _, family = _pair(name)
     train, other = _loader(_data(name)), DataLoader(_data(name), batch_size=_BATCH)

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import freeze as freezing
 from pipetransformer import FreezeCallback, attach
 from pipetransformer.loop.batches.pieces import Pieces, SampleRows, order_of_rows
-from tests.helpers.marks import slow
 from tests.helpers.row_models import (
     DEPTH,
     NUM_SAMPLES,
@@ -51,7 +50,10 @@ PAD = 3
 
 def served(**named: tuple[Story, int]) -> pytest.MarkDecorator:
     """Name stories, and how many rows each sample has."""
-    own = [pytest.param(story, num, id=name) for name, (story, num) in named.items()]
+    own = [
+        pytest.param(story, num, id=name, marks=[pytest.mark.slow] * (name == "workers"))
+        for name, (story, num) in named.items()
+    ]
     return pytest.mark.parametrize(("story", "num_pieces"), own)
 
 
@@ -531,7 +533,8 @@ def test_columns_are_served_in_others_trainers(num_workers: int, tmp_path: Path)
     assert callback.stats.hits >= 4 * NUM_SAMPLES
 
 
-@pytest.mark.parametrize("name", [slow("TRL: DPOTrainer"), "TRL: RewardTrainer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["TRL: DPOTrainer", "TRL: RewardTrainer"])
 def test_trl_s_own_losses_of_pairs_are_served(name: str) -> None:
     pytest.importorskip("trl")
     from experiments.foreign_loops.runner import outcome_of

@@ -497,12 +497,19 @@ PROPERTIES: dict[str, tuple[Any, Callable[[Case, Seen], None]]] = {
 }
 
 
+_QUICKLY = ("edited models", "edited data")
+"""One that changes the model, and one that changes data, order, epochs and evaluations."""
+
+
 def slow(part: int) -> Any:
     return pytest.param(range(10 * part, 10 * part + 10), marks=pytest.mark.slow, id=f"{part}")
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(range(1), id="few"), *map(slow, range(10))])
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in _QUICKLY)) for n in PROPERTIES],
+)
 def test_each_step_is_as_without_rows_or_refused(name: str, rounds: range) -> None:
     """Judge rounds of ten cases."""
     cases, judge = PROPERTIES[name]

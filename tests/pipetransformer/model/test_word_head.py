@@ -346,7 +346,7 @@ LEAST, NEVER = {"gpt2": word_head.LEAST_WORDS, "llama": 1}, 10**9
 @pytest.mark.parametrize(
     ("name", "settings", "rounding"),
     [
-        ("llama", {}, 5e-5),
+        slow("llama", {}, 5e-5),
         ("gpt2", {"schedule": "gpipe", "tied_weights": "train"}, 1e-9),
         slow("gpt2", {"tied_weights": "freeze", "label_smoothing": 0.1}, 1e-9),
         slow("gpt2", {"tied_weights": "untie", "activation_checkpointing": True}, 1e-9),
