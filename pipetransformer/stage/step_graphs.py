@@ -106,9 +106,9 @@ class StepGraphs:
         self._look: tuple[int, _Graph, Tensor, torch.cuda.Event] | None = None
         self.why_not = ""
         assert part.optimizer is not None
+        # Also for steps that are launched: all compute alike.
+        part.keep_rates_on(device)
         for group in part.optimizer.param_groups:
-            # Where the kernels read it, also those that are launched: all steps compute alike.
-            group["lr"] = torch.tensor(float(group["lr"]), device=device)
             group["capturable"] = True
         if hooked := next((one for one in modules if _has_hooks(one)), None):
             self._leave(f"a {type(hooked).__name__} has hooks, which a replay would not call")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from autodp import GradientReducer, Groups, Topology, mix_seed
@@ -42,6 +43,7 @@ class TrainedPart:
         self.indices = wiring.indices
         self.parameters = trained_parameters(task, self.indices)
         self.optimizer = build_optimizer(task, self.parameters)
+        self._rates: list[Tensor] | None = None
         self.signals = IntervalSignals(
             {task.model.sublayers[i].name: owned_parameters(task, i) for i in self.indices},
             task.signals,
@@ -88,15 +90,18 @@ class TrainedPart:
         seed_torch(mix_seed(self._task.config.seed, coming.step, self._index), self._world.device)
         self.optimizer.step()
 
+    def keep_rates_on(self, device: torch.device) -> None:
+        """Have the optimizer read its learning rates from memory of a device, always the same."""
+        assert self.optimizer is not None
+        self._rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
+
     def set_rates(self, coming: ComingStep) -> None:
         """Give the optimizer a step's learning rates."""
         assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
+        for place, group in enumerate(self.optimizer.param_groups):
             rate = group["initial_lr"] * coming.learning_rate_factor
-            if isinstance(group["lr"], Tensor):  # A graph's kernels read it there.
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            # Never into a tensor that the user gave, as that is the initial rate.
+            group["lr"] = rate if self._rates is None else self._rates[place].fill_(rate)
 
     def end_training(self) -> None:
         """Take the hooks off parameters, for others to train them."""

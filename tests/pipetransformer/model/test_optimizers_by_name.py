@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
+from torch.utils.data import TensorDataset
 
-from pipetransformer import LayeredModel, Sublayer, adamw, named_optimizer
+from pipetransformer import LayeredModel, Sublayer, Trainer, adamw, named_optimizer
 from pipetransformer.checks import try_optimizer
 from pipetransformer.model import NamedParameters, adapt, decay_by_layer
 from pipetransformer.model.optimizers import _TORCH, learning_rate_scales
@@ -244,3 +245,24 @@ def test_what_no_sublayer_reads_keeps_its_rate() -> None:
     )
     groups = decay_by_layer(adamw(0.1), layered, 0.5)(list(model.named_parameters())).param_groups
     assert rates(model, groups)["unread"] == 0.1
+
+
+def test_a_schedule_multiplies_a_tensor_s_rate_as_it_was_given() -> None:
+    def train(rate: float | Tensor) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        data = TensorDataset(torch.randn(24, 4), torch.randint(2, (24,)))
+        settings: dict[str, Any] = {
+            "loss_fn": nn.CrossEntropyLoss(),
+            "optimizer": lambda named: torch.optim.SGD([p for _, p in named], lr=rate),
+            "learning_rate_schedule": lambda step, max_steps: 0.5,
+            "global_batch_size": 4,
+            "epochs": 1,
+        }
+        with Trainer(model, data, **settings) as trainer:
+            trainer.fit()
+            return {k: v.clone() for k, v in trainer.state_dict().items()}
+
+    rate = torch.tensor(0.2, dtype=torch.float64)
+    torch.testing.assert_close(train(rate), train(0.2))
+    assert rate == 0.2
