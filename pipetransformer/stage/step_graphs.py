@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from autopipe.random_state import plain_random_state
 from pipetransformer.config import TrainConfig
@@ -62,6 +63,7 @@ class _Graph:
     Attributes:
         parts: entries of the micro-batches, where the kernels read them.
         held: what they read and write besides, as `_held` tells.
+        kept: all tensors of the modules: the kernels may read those that are replaced since.
         pieces: a graph each, and which micro-batch and sublayer is seeded before it.
         values: (n,) the step's numbers.
         gradients: of the parameters, where the kernels leave them.
@@ -71,6 +73,7 @@ class _Graph:
 
     parts: dict[int, Batch]
     held: tuple[Any, ...]
+    kept: list[Tensor]
     pieces: list[tuple[tuple[int, int] | None, torch.cuda.CUDAGraph]] = field(default_factory=list)
     values: Tensor | None = None
     gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
@@ -102,7 +105,8 @@ class StepGraphs:
         self._modules, self._repeats = modules, repeats
         self._draws: dict[_Shapes, frozenset[int]] = {}
         self._graphs: dict[_Shapes, _Graph] = {}
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
         self._look: tuple[int, _Graph, Tensor, torch.cuda.Event] | None = None
         self.why_not = ""
         assert part.optimizer is not None
@@ -192,13 +196,17 @@ class StepGraphs:
             i: {name: entry.clone() for name, entry in batch.items()}
             for i, batch in work.parts.items()
         }
-        graph = _Graph(parts, held, looked_at=step)
+        before = _Before(self._modules, self._part)
+        graph = _Graph(parts, held, before.tensors, looked_at=step)
+        if not self._graphs:  # torch refuses a pool whose last graph is gone.
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             self._capture(graph, work, draws)
+            before.refuse_others()
         except (
             Exception
         ) as error:  # The step is launched instead, and raises what is no fault here.
-            self._part.drop_gradients()
+            before.restore()
             text = str(error).partition("\n")[0]
             self._leave(f"step {step} cannot be captured: {type(error).__name__}: {text}")
             return None
@@ -220,16 +228,18 @@ class StepGraphs:
         graph.gradients = [(p, p.grad) for p in self._part.parameters.values()]
 
     def _held(self) -> tuple[Any, ...]:
-        """Return where the trained weights are, and the optimizer's settings but its rates."""
+        """Return where weights, buffers and moments are, and the settings but the rates."""
         optimizer = self._part.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
+        assert optimizer is not None
         settings = (
             (key, value)
-            for group in groups
+            for group in optimizer.param_groups
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        return (*(p.data_ptr() for p in self._part.parameters.values()), *settings)
+        tables = [table for one in self._modules for table in (one._parameters, one._buffers)]
+        tensors = (one for table in (*tables, *optimizer.state.values()) for one in table.values())
+        return (*(one.data_ptr() for one in tensors if isinstance(one, Tensor)), *settings)
 
     def _expected(self, graph: _Graph, work: TrainWork) -> Tensor | None:
         """Return what the model's own forward gives before every so manyth replay."""
@@ -257,6 +267,50 @@ class StepGraphs:
         self.why_not = self.why_not or why
         _LOGGER.warning("cuda_graph: %s; kernels are launched one by one", why)
         self.close()
+
+
+@final
+class _Before:
+    """Note what modules and the optimizer hold before a capture, in which nothing is computed.
+
+    Attributes:
+        tensors: those of the modules.
+    """
+
+    def __init__(self, modules: list[nn.Module], part: TrainedPart) -> None:
+        assert part.optimizer is not None
+        self._modules, self._part, self._states = modules, part, part.optimizer.state
+        self._trained = set(self._states)
+        self.tensors = [one for module in modules for one in _kept_by(module)]
+        # Mappings in a module: of its parameters and buffers, and such as it caches in.
+        tables = [
+            table
+            for module in modules
+            for table in (vars(module), *vars(module).values())
+            if isinstance(table, dict)
+        ]
+        self._tables = [(table, dict(table)) for table in tables]
+
+    def refuse_others(self) -> None:
+        """Raise an error if the capture has left what only a replay computes."""
+        if self._states.keys() - self._trained:
+            raise ValueError("a parameter gets its first gradient in a captured step")
+        known = {*map(id, self.tensors)}
+        for module in self._modules:
+            if any(id(one) not in known for one in _kept_by(module)):
+                raise ValueError(
+                    f"the forward of a {type(module).__name__} keeps a tensor that it computes, "
+                    "which replays of other shapes would overwrite"
+                )
+
+    def restore(self) -> None:
+        """Have all be as it was before the capture."""
+        self._part.drop_gradients()
+        for parameter in self._states.keys() - self._trained:
+            del self._states[parameter]
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
 
 
 @final
@@ -358,6 +412,11 @@ def _shapes_of(parts: dict[int, Batch]) -> _Shapes:
 
 def _entries(parts: dict[int, Batch]) -> list[Tensor]:
     return [entry for batch in parts.values() for entry in batch.values()]
+
+
+def _kept_by(module: nn.Module) -> list[Tensor]:
+    """Return a module's own tensors, also those in its lists and mappings."""
+    return [one for one in tree_leaves(vars(module)) if isinstance(one, Tensor)]
 
 
 def _has_hooks(module: nn.Module) -> bool:

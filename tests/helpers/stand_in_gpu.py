@@ -7,13 +7,14 @@ line of ours that asked for it. Streams and events have no effect.
 
 A CUDA graph is captured as on a GPU: nothing that runs meanwhile has an effect, and what would
 wait raises. A replay runs the same operations on the same memory. Before it all memory of its own
-holds NaN, and so does all other memory that nobody holds any more.
+holds NaN, and that of its pool's later graphs. So does other memory that nobody holds any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import traceback
 import weakref
@@ -64,7 +65,7 @@ class StandInGpu:
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.captured: StandInGraph | None = None
-        self.pools: dict[Any, set[int]] = {}
+        self.pools: dict[Any, weakref.WeakSet[StandInGraph]] = {}
 
     def reset(self) -> None:
         self.launches.clear()
@@ -244,7 +245,8 @@ class StandInGraph:
     def __init__(self) -> None:
         self._operations: list[tuple[Any, Any, Any, Any]] = []
         self._own: dict[int, torch.UntypedStorage] = {}
-        self._pool: set[int] = set()
+        self._number = 0
+        self._pool: weakref.WeakSet[StandInGraph] = weakref.WeakSet()
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._others: dict[int, tuple[torch.UntypedStorage, list[Any]]] = {}
         self.is_broken = False
@@ -252,7 +254,11 @@ class StandInGraph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         gpu = OnGpu.gpu
         assert gpu.captured is None, "one capture at a time"
-        self._pool = gpu.pools.setdefault(pool, set())
+        if len(gpu.pools.get(pool, [self])) == 0:  # As torch does for a pool's handle.
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool's graphs are gone")
+        self._pool = gpu.pools.setdefault(pool, weakref.WeakSet())
+        self._number = max((one._number for one in self._pool), default=0) + 1
+        self._pool.add(self)
         generator = torch.cuda.default_generators[0]
         self._drawn, generator.is_captured = generator.get_state(), True
         gpu.captured = self
@@ -262,6 +268,9 @@ class StandInGraph:
         gpu.captured = None
         for storage, before in self._before.values():
             storage.copy_(before)
+        for one in (one for *_, made in self._operations for one in made):
+            if one.is_floating_point():  # Nothing has been computed; others are places, perhaps.
+                _spoil(one.untyped_storage())
         generator.set_state(self._drawn)
         if self.is_broken:  # As torch does: the generator stays as it is.
             raise RuntimeError("CUDA error: operation failed due to a previous error in a capture")
@@ -289,7 +298,6 @@ class StandInGraph:
         known = {_memory(one) for one in given}
         made = [one for one in _tensors_in(result) if _memory(one) not in known]
         self._own |= {_memory(one): one.untyped_storage() for one in made}
-        self._pool.update(self._own)
         if func.overloadpacket.__name__ not in _FREE:
             self._operations.append((func, args, kwargs, made))
         return result
@@ -297,12 +305,16 @@ class StandInGraph:
     def replay(self) -> None:
         """Repeat the operations, on the memory they were captured with."""
         OnGpu.gpu.launches["graph"] += 1
+        others = [one for one in self._pool if one is not self]
         for memory, (storage, holders) in self._others.items():
             # Graphs of a pool follow one another.
-            if memory not in self._pool and not _is_held(memory, holders):
+            of_pool = any(memory in one._own for one in others)
+            if not of_pool and not _is_held(memory, holders):
                 _spoil(storage)
-        for storage in self._own.values():
-            _spoil(storage)
+        # What was captured later may lie where this graph has left memory, also if it is held.
+        for graph in (self, *(one for one in others if one._number > self._number)):
+            for storage in graph._own.values():
+                _spoil(storage)
         for func, args, kwargs, made in self._operations:
             known = {_memory(one) for one in _tensors_in([*args, *kwargs.values()])}
             result = _drawing(func, args, kwargs)
@@ -537,7 +549,7 @@ def put_on_gpu(model: torch.nn.Module) -> None:
 def stand_in_gpu() -> Iterator[StandInGpu]:
     """Have torch see one GPU meanwhile."""
     gpu = OnGpu.gpu = StandInGpu()
-    stream, generator = _Stream(), _Generator()
+    stream, generator, handles = _Stream(), _Generator(), itertools.count(1)
 
     def synchronize(device: Any = None) -> None:
         gpu.note_wait("device")
@@ -567,7 +579,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
         "CUDAGraph": StandInGraph,
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": lambda: (0, next(handles)),
         "is_current_stream_capturing": lambda: gpu.captured is not None,
         "Stream": _Stream,
         "Event": _Event,

@@ -94,6 +94,7 @@ class Run:
                     self.launches.append(gpu.launches.copy())
                     self.waits.append(gpu.waits.copy())
                     self.results.append((result.loss, result.gradient_norm, result.skipped))
+                self.evaluated = trainer.evaluate() if "eval_batch_size" in settings else {}
                 self.drawn = torch.rand(3), torch.rand(3, device=CUDA).host  # type: ignore[attr-defined]
                 self.state = {k: v.clone() for k, v in trainer.state_dict().items()}
                 optimizer = trainer._deployment.stage.trained.optimizer
@@ -172,6 +173,7 @@ def test_a_weight_written_in_place_needs_no_capture(monkeypatch: pytest.MonkeyPa
     assert_same(ours, Run(False, edit=edit, freeze=None))
 
 
+@pytest.mark.slow
 def test_a_weight_s_new_memory_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = count_captures(monkeypatch)
 
@@ -182,6 +184,122 @@ def test_a_weight_s_new_memory_is_captured_anew(monkeypatch: pytest.MonkeyPatch)
 
     ours = Run(True, edit=edit, freeze=None)
     assert len(captured) == 4
+    assert_same(ours, Run(False, edit=edit, freeze=None))
+
+
+def test_the_only_graph_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = count_captures(monkeypatch)
+
+    def edit(trainer: Trainer, model: nn.Module) -> None:
+        if trainer.global_step == 4:
+            with torch.no_grad():
+                model[1].linear.weight.data = model[1].linear.weight.data.clone() * 0.5
+
+    settings: dict[str, Any] = {"edit": edit, "freeze": None, "global_batch_size": 28}
+    ours = Run(True, **settings)
+    assert (len(captured), ours.num_replays) == (2, 7)
+    assert_same(ours, Run(False, **settings))
+
+
+class _Frozen(nn.Module):
+    """Hold a weight that never trains, beside one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.lora = nn.Linear(12, 12).requires_grad_(False), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora(x)
+
+
+def test_a_frozen_weight_s_new_memory_is_captured_anew() -> None:
+    def model() -> nn.Sequential:
+        blocks = [*make_model()]
+        return nn.Sequential(blocks[0], _Frozen(), *blocks[1:])
+
+    def edit(trainer: Trainer, model: nn.Module) -> None:
+        if trainer.global_step == 5:
+            weight = model[1].base.weight
+            weight.data = weight.data.clone() * 0.5
+
+    settings: dict[str, Any] = {"edit": edit, "freeze": None, "epochs": 2}
+    ours = Run(True, model=model(), **settings)
+    assert_same(ours, Run(False, model=model(), **settings))
+
+
+class _Padded(torch.utils.data.Dataset[Any]):
+    """Give batches of 4 samples of one length each: 3 for "A", 5 for "B"."""
+
+    def __init__(self, batches: str) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return 4 * len(self._batches)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        length = {"A": 3, "B": 5}[self._batches[index // 4]]
+        return torch.full((length, 8), (index + 1) / 48), index % _CLASSES
+
+
+def cache_by_length(block: nn.Module, y: Tensor) -> Tensor:
+    """Scale by what is computed where the last text had another length."""
+    length = y.shape[1]
+    if len(getattr(block, "scale", ())) != length:
+        block.scale = torch.arange(length, device=y.device).float()[:, None] / length
+    scale: Tensor = block.scale
+    return y * scale
+
+
+@pytest.mark.parametrize("batches", ["AABBA", "ABABA"])
+def test_what_a_forward_keeps_for_a_length_stays(batches: str) -> None:
+    def model() -> nn.Sequential:
+        blocks = make_model(0.0, cache_by_length)[:-1]
+        return nn.Sequential(*blocks, nn.Sequential(_Mean(), nn.Linear(12, _CLASSES)))
+
+    settings: dict[str, Any] = {
+        "data": _Padded(batches), "global_batch_size": 4, "freeze": None, "epochs": 1,
+        "sample_order": lambda epoch: range(4 * len(batches)), "collate_fn": padded,
+        "eval_dataset": _Padded("BB"), "eval_batch_size": 4,
+    }  # fmt: skip
+    ours, launched = Run(True, model=model(), **settings), Run(False, model=model(), **settings)
+    assert_same(ours, launched)
+    assert ours.evaluated == launched.evaluated
+
+
+def late_gradient(block: nn.Module, y: Tensor) -> Tensor:
+    factors: Tensor = block.factors
+    return y * factors if block.factor != 1 else y
+
+
+def test_moments_are_never_made_in_a_capture(caplog: pytest.LogCaptureFixture) -> None:
+    def model() -> nn.Sequential:
+        model = make_model(0.0, late_gradient)
+        for block in model[1:3]:
+            block.factors = nn.Parameter(torch.ones(12))
+        return model
+
+    def edit(trainer: Trainer, model: nn.Module) -> None:
+        if trainer.global_step == 1:
+            model[1].factor = 0.5
+
+    settings: dict[str, Any] = {
+        "freeze": None, "epochs": 2, "global_batch_size": 28, "edit": edit,
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        ours = Run(True, model=model(), **settings)
+    assert "gets its first gradient in a captured step" in caplog.text
+    assert_same(ours, Run(False, model=model(), **settings))
+
+
+def test_moments_that_are_replaced_are_captured_anew() -> None:
+    def edit(trainer: Trainer, model: nn.Module) -> None:
+        if trainer.global_step == 5:
+            optimizer = trainer._deployment.stage.trained.optimizer
+            assert optimizer is not None
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"] * 0.5
+
+    ours = Run(True, edit=edit, freeze=None)
     assert_same(ours, Run(False, edit=edit, freeze=None))
 
 
