@@ -5,9 +5,10 @@
     again               captures all: nothing runs; then replays
     from then on        copies the batch to where the graph reads it, and replays
 
-A graph ends where a sublayer that draws is to be seeded, and another begins there:
+A graph ends where a sublayer that draws is to be seeded, and another begins there; the first of
+them is seeded before all:
 
-    seed 0 | graph 0: sublayer 0 | seed 3 | graph 1: sublayers 3 ..., loss, backward, update
+    seed 1 | graph 0: sublayers 0 to 2 | seed 3 | graph 1: sublayers 3 ..., loss, backward, update
 
 Graphs share one pool of memory, as no two of them run at once.
 
@@ -18,13 +19,15 @@ was; so every `_LOOKS_EVERY` replays the model's own forward is asked for the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_torch
+from torch.optim import optimizer as optimizers_of_torch
 from torch.utils._pytree import tree_leaves
 
 from autopipe.random_state import plain_random_state
@@ -39,6 +42,14 @@ _MOST_SHAPES = 8
 """Shapes of batches that are captured; each keeps gradients of its own."""
 
 _LOOKS_EVERY = 64
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    # For all modules and optimizers, in torch's own files.
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks", "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks",
+)  # fmt: skip
 
 _Shapes: TypeAlias = tuple[tuple[Any, ...], ...]
 
@@ -114,8 +125,7 @@ class StepGraphs:
         part.keep_rates_on(device)
         for group in part.optimizer.param_groups:
             group["capturable"] = True
-        if hooked := next((one for one in modules if _has_hooks(one)), None):
-            self._leave(f"a {type(hooked).__name__} has hooks, which a replay would not call")
+        self._refuse_hooks()
 
     def run(self, work: TrainWork, coming: ComingStep) -> bool:
         """Run a step by a graph, if there is one, or can be; say whether it has run."""
@@ -127,9 +137,14 @@ class StepGraphs:
         graph = self._graph_of(work, coming.step, draws)
         if graph is None:
             return False
+        graph.replays += 1
+        looks = graph.replays % _LOOKS_EVERY == 0
+        if looks and self._refuse_hooks():
+            return False
         for own, given in zip(_entries(graph.parts), _entries(work.parts), strict=True):
             own.copy_(given, non_blocking=True)
-        expected = self._expected(graph, work)
+        # In grad mode, as kernels and compiled blocks differ without.
+        expected = self._kernels.loss(work.alike(work.parts, work.seeding)) if looks else None
         for seeded, piece in graph.pieces:
             if seeded is not None:
                 work.seed_layer(*seeded)
@@ -173,8 +188,8 @@ class StepGraphs:
         if bool(differs):
             self._leave(
                 f"the model's forward gives another loss in step {step} than its captured kernels "
-                f"do. What it reads besides tensors was changed; steps {graph.looked_at} to "
-                f"{step} trained with what it was before"
+                f"do. What it reads besides tensors was changed, and steps {graph.looked_at} to "
+                f"{step} trained with what it was before; or its kernels are not deterministic"
             )
         graph.looked_at = step
 
@@ -216,11 +231,14 @@ class StepGraphs:
     def _capture(self, graph: _Graph, work: TrainWork, draws: frozenset[int]) -> None:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        # Within a capture torch frees no memory that launched steps have left in its cache.
+        torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
             capture = _Capture(graph, self._pool, draws, self._device)
+            capture.begin(work)
             try:
                 graph.values = self._kernels.train(work.alike(graph.parts, capture))
-            except Exception:
+            except BaseException:  # Also when interrupted: a checkpoint is still to be written.
                 capture.give_up()
                 raise
             capture.end()
@@ -241,15 +259,18 @@ class StepGraphs:
         tensors = (one for table in (*tables, *optimizer.state.values()) for one in table.values())
         return (*(one.data_ptr() for one in tensors if isinstance(one, Tensor)), *settings)
 
-    def _expected(self, graph: _Graph, work: TrainWork) -> Tensor | None:
-        """Return what the model's own forward gives before every so manyth replay."""
-        graph.replays += 1
-        if graph.replays % _LOOKS_EVERY:
-            return None
-        if hooked := next((one for one in self._modules if _has_hooks(one)), None):
-            self._leave(f"a {type(hooked).__name__} was given hooks, which a replay does not call")
-        with torch.no_grad():
-            return self._kernels.loss(work.alike(work.parts, work.seeding))
+    def _refuse_hooks(self) -> bool:
+        """Leave the graphs if there are hooks; return whether there are."""
+        optimizer = self._part.optimizer
+        assert optimizer is not None
+        holders = [type(one).__name__ for one in self._modules if _has_hooks(vars(one))]
+        if _has_hooks(vars(optimizer)):
+            holders.append(type(optimizer).__name__)
+        if _has_hooks(vars(modules_of_torch)) or _has_hooks(vars(optimizers_of_torch)):
+            holders.append("global registry")
+        if holders:
+            self._leave(f"a {holders[0]} has hooks, which a replay does not call")
+        return bool(holders)
 
     def _note(self, step: int, graph: _Graph, expected: Tensor) -> None:
         """Compare a loss with that of the kernels, without waiting for it."""
@@ -321,11 +342,18 @@ class _Capture:
         self, graph: _Graph, pool: Any, draws: frozenset[int], device: torch.device
     ) -> None:
         self._graph, self._pool, self._draws, self._device = graph, pool, draws, device
-        self._begin(None)
+
+    def begin(self, work: TrainWork) -> None:
+        """Begin the first piece, behind the seed of the first sublayer that draws."""
+        # What runs before that one draws nothing, so no piece is needed for it, or is empty.
+        first = (next(iter(self._graph.parts)), min(self._draws)) if self._draws else None
+        if first is not None:
+            work.seed_layer(*first)
+        self._begin(first)
 
     def __call__(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None:
         """Begin another piece, if the sublayer draws; see `Seeding`."""
-        if index in self._draws:
+        if index in self._draws and (micro_batch, index) != self._graph.pieces[0][0]:
             self.end()
             seed_torch(seed, self._device)
             self._begin((micro_batch, index))
@@ -419,10 +447,6 @@ def _kept_by(module: nn.Module) -> list[Tensor]:
     return [one for one in tree_leaves(vars(module)) if isinstance(one, Tensor)]
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+def _has_hooks(holder: Mapping[str, Any]) -> bool:
+    """Return whether one of a holder's registries of hooks for a step has any."""
+    return any(holder.get(name) for name in _HOOKS)

@@ -272,6 +272,7 @@ class StandInGraph:
             if one.is_floating_point():  # Nothing has been computed; others are places, perhaps.
                 _spoil(one.untyped_storage())
         generator.set_state(self._drawn)
+        assert self._operations or self.is_broken, "torch warns of an empty graph"
         if self.is_broken:  # As torch does: the generator stays as it is.
             raise RuntimeError("CUDA error: operation failed due to a previous error in a capture")
         generator.is_captured = False

@@ -142,7 +142,7 @@ def test_a_replay_is_one_launch() -> None:
 
 def test_only_sublayers_that_draw_are_seeded() -> None:
     ours = Run(True, model=make_model(0.1), freeze=None)
-    assert ours.launches[9]["graph"] == 3  # Before the first block that draws, and one for each.
+    assert ours.launches[9]["graph"] == 2  # The first one begins before all.
 
 
 def test_the_model_s_own_loss_and_accumulated_counts_are_captured() -> None:
@@ -384,7 +384,7 @@ def test_hooks_are_called(caplog: pytest.LogCaptureFixture) -> None:
     model[1].register_forward_hook(lambda *_: seen.append(1))
     with caplog.at_level(logging.WARNING):
         ours = Run(True, model=model, freeze=None, epochs=2)
-    assert "a Block has hooks, which a replay would not call" in caplog.text
+    assert "a Block has hooks, which a replay does not call" in caplog.text
     assert ours.num_replays == 0
     assert len(seen) >= 8
 
@@ -400,8 +400,60 @@ def test_hooks_that_come_later_are_called(
             model[1].register_forward_hook(lambda *_: seen.append(trainer.global_step))
 
     Run(True, edit=edit, freeze=None)
-    assert "was given hooks, which a replay does not call" in caplog.text
+    assert "a Block has hooks, which a replay does not call" in caplog.text
     assert seen[-6:] == [*range(10, 16)]
+
+
+def with_step_hook(named: Any) -> torch.optim.Optimizer:
+    optimizer = adamw(1e-2)(named)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("whose", ["AdamW", "global registry"])
+def test_hooks_of_all_modules_and_of_the_optimizer_are_called(
+    whose: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = None
+    if whose != "AdamW":
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    optimizer = with_step_hook if whose == "AdamW" else adamw(1e-2)
+    try:
+        with caplog.at_level(logging.WARNING):
+            ours = Run(True, freeze=None, max_steps=3, optimizer=optimizer)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert f"a {whose} has hooks, which a replay does not call" in caplog.text
+    assert ours.num_replays == 0
+
+
+def round_by_mode(block: nn.Module, y: Tensor) -> Tensor:
+    """Compute as kernels do that are chosen by whether a gradient is asked for."""
+    return y * (1.0 if torch.is_grad_enabled() else 1.001)
+
+
+def test_looks_compute_as_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "_LOOKS_EVERY", 2)
+    settings: dict[str, Any] = {"freeze": None, "global_batch_size": 28, "epochs": 3}
+    assert Run(True, model=make_model(0.0, round_by_mode), **settings).num_replays == 5
+
+
+def test_no_graph_is_empty_where_the_first_sublayer_draws() -> None:
+    blocks = [*make_model()]
+    model = nn.Sequential(nn.Sequential(blocks[0], nn.Dropout(0.1)), *blocks[1:])
+    ours = Run(True, model=model, freeze=None, global_batch_size=28, epochs=2)
+    assert [launches["graph"] for launches in ours.launches] == [0, 1, 1, 1]
+
+
+def test_captures_get_the_memory_of_launched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = count_captures(monkeypatch)
+
+    def edit(trainer: Trainer, model: nn.Module) -> None:
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: captured.append("emptied"))
+
+    Run(True, edit=edit, freeze=None, global_batch_size=28, epochs=1)
+    assert captured == ["emptied", "begun"]
 
 
 class _Lengths(torch.utils.data.Dataset[Any]):
