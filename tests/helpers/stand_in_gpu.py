@@ -186,7 +186,7 @@ def _drawing(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     finally:
-        generator.set_state(torch.get_rng_state())
+        generator.draw_on(torch.get_rng_state())
         torch.set_rng_state(before)
 
 
@@ -212,7 +212,13 @@ class _Generator:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         return self._own.get_state()
 
+    def draw_on(self, state: Tensor) -> None:
+        self._own.set_state(state)
+
     def set_state(self, state: Tensor) -> None:
+        if OnGpu.gpu.captured is not None and not torch.equal(state, self.get_state()):
+            OnGpu.gpu.captured.is_broken = True
+            raise RuntimeError("another seed cannot be set during a capture")
         self._own.set_state(state)
 
     def clone_state(self) -> _Generator:
@@ -564,6 +570,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "is_initialized": lambda: True,
+        "_initialized": True,
         "_lazy_init": lambda: None,
         "mem_get_info": lambda device=None: (_FREE_BYTES, _FREE_BYTES),
         "memory_reserved": lambda device=None: 0,
@@ -572,6 +579,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "is_tf32_supported": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "stand-in",
         "get_rng_state": lambda device="cuda": generator.get_state(),

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipetransformer import Trainer, adamw, named_optimizer
 from pipetransformer.stage import step_graphs
@@ -351,6 +353,13 @@ def draw_on_the_host(block: nn.Module, y: Tensor) -> Tensor:
     return y * float(torch.rand(())) if block.training else y
 
 
+def recompute_dropout(block: nn.Module, y: Tensor) -> Tensor:
+    """Run again in the backward, with the random numbers that the forward drew."""
+    dropout = partial(nn.functional.dropout, p=0.1, training=block.training)
+    again: Tensor = checkpoint(lambda y: dropout(y).relu(), y, use_reentrant=False)
+    return again
+
+
 def fail_in_a_capture(block: nn.Module, y: Tensor) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("not here")
@@ -362,6 +371,7 @@ def fail_in_a_capture(block: nn.Module, y: Tensor) -> Tensor:
     [
         (read_a_value, "step 1 cannot be captured: RuntimeError: CUDA error: _local_scalar_de"),
         slow(bring_from_the_host, "step 1 cannot be captured: RuntimeError: CUDA error: upload"),
+        slow(recompute_dropout, "RuntimeError: another seed cannot be set during a capture"),
         (draw_on_the_host, "the model draws random numbers on the host"),
         slow(fail_in_a_capture, "step 1 cannot be captured: ValueError: not here"),
     ],
