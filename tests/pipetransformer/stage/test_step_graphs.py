@@ -252,7 +252,7 @@ def cache_by_length(block: nn.Module, y: Tensor) -> Tensor:
     return y * scale
 
 
-@pytest.mark.parametrize("batches", ["AABBA", "ABABA"])
+@pytest.mark.parametrize("batches", ["ABABA", slow("AABBA")])
 def test_what_a_forward_keeps_for_a_length_stays(batches: str) -> None:
     def model() -> nn.Sequential:
         blocks = make_model(0.0, cache_by_length)[:-1]
@@ -273,6 +273,7 @@ def late_gradient(block: nn.Module, y: Tensor) -> Tensor:
     return y * factors if block.factor != 1 else y
 
 
+@pytest.mark.slow
 def test_moments_are_never_made_in_a_capture(caplog: pytest.LogCaptureFixture) -> None:
     def model() -> nn.Sequential:
         model = make_model(0.0, late_gradient)
@@ -420,7 +421,7 @@ def with_step_hook(named: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("whose", ["AdamW", "global registry"])
+@pytest.mark.parametrize("whose", ["AdamW", slow("global registry")])
 def test_hooks_of_all_modules_and_of_the_optimizer_are_called(
     whose: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -443,6 +444,7 @@ def round_by_mode(block: nn.Module, y: Tensor) -> Tensor:
     return y * (1.0 if torch.is_grad_enabled() else 1.001)
 
 
+@pytest.mark.slow
 def test_looks_compute_as_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "_LOOKS_EVERY", 2)
     settings: dict[str, Any] = {"freeze": None, "global_batch_size": 28, "epochs": 3}
@@ -456,6 +458,7 @@ def test_no_graph_is_empty_where_the_first_sublayer_draws() -> None:
     assert [launches["graph"] for launches in ours.launches] == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_captures_get_the_memory_of_launched_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = count_captures(monkeypatch)
 
