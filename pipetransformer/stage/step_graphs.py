@@ -218,9 +218,8 @@ class StepGraphs:
         try:
             self._capture(graph, work, draws)
             before.refuse_others()
-        except (
-            Exception
-        ) as error:  # The step is launched instead, and raises what is no fault here.
+        except Exception as error:
+            # The step is launched instead, and raises what is no fault of the capture's.
             before.restore()
             text = str(error).partition("\n")[0]
             self._leave(f"step {step} cannot be captured: {type(error).__name__}: {text}")
