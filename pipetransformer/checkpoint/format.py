@@ -28,9 +28,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import torch
 from torch import Tensor
 
+from pipetransformer.checkpoint.tensor_file import describe, fill
 from pipetransformer.durable_files import (
     fsync,
     read_sealed_json,
@@ -86,24 +87,43 @@ class Checkpoint:
         """Return the names of all shards."""
         return {*self.records, *map(_shard_of, self.frozen)}
 
-    def read(self, name: str) -> dict[str, Tensor]:
-        """Read one shard to CPU.
+    def describe(self, name: str) -> dict[str, Tensor]:
+        """Return meta tensors of a shard's names, shapes and dtypes.
 
         Raises:
             CorruptCheckpointError: a file is missing or changed.
         """
+        tensors: dict[str, Tensor] = {}
+        for path, _ in self._files_of(name):
+            with _reading(path):
+                tensors |= describe(path)
+        return tensors
+
+    def load(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a shard's values into tensors that are as `describe` says, on any device.
+
+        Raises:
+            CorruptCheckpointError: a file is missing or changed; some values are written then.
+        """
+        for path, record in self._files_of(name):
+            with _reading(path):
+                # What is hashed is what was used, so a disk that fails later does no harm.
+                _expect(path, "SHA-256", fill(path, tensors), record.sha256)
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """Read one shard into new tensors on CPU; errors are those of `load`."""
+        tensors = {
+            key: torch.empty_like(one, device="cpu") for key, one in self.describe(name).items()
+        }
+        self.load(name, tensors)
+        return tensors
+
+    def _files_of(self, name: str) -> list[tuple[Path, ShardRecord]]:
         records = [self.records[name]] if name in self.records else []
         groups = [one for group, one in self.frozen.items() if _shard_of(group) == name]
         if not records and not groups:
             raise KeyError(name)
-        tensors: dict[str, Tensor] = {}
-        for path, record in self._located(records, groups):
-            with _reading(path):
-                data = path.read_bytes()
-            # The bytes in hand are checked and used, so a disk that fails later does no harm.
-            _expect(path, "SHA-256", hashlib.sha256(data).hexdigest(), record.sha256)
-            tensors.update(safetensors.torch.load(data))
-        return tensors
+        return self._located(records, groups)
 
     def verify(self, *, part: int = 0, num_parts: int = 1) -> None:
         """Read all files, or a rank's share of them; errors are those of `read`."""

@@ -241,27 +241,40 @@ def refuse_another_run(what: str, begun: Mapping[str, Any], ours: Mapping[str, A
         )
 
 
-def read_shards(
+def load_shards(
     checkpoint: Checkpoint,
     names: Sequence[str],
     task: Task,
     *,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Shard]:
-    """Read the shards that this rank will hold; an error is raised on all ranks. Collective."""
-    model = task.model
+    """Load the weights that this rank will hold into the model, in place. Collective.
 
-    def read() -> dict[str, Shard]:
-        shards = {name: checkpoint.read(name) for name in names}
+    An error is raised on all ranks. All shards are compared with the model before the first weight
+    is written: at no time are there two of the model.
+
+    Returns:
+        the optimizer's shards.
+    """
+    model, weights = task.model, dict[str, Shard]()
+
+    def check() -> None:
         for index, sublayer in enumerate(model.sublayers):
-            name = shard_name(sublayer.name, WEIGHTS)
-            if name in shards:
-                _check_fit(name, shards[name], model.movable(index))
-            moments = shards.get(shard_name(sublayer.name, OPTIMIZER), {})
-            _check_trained(checkpoint, moments, trained_parameters(task, (index,)))
-        return shards
+            name, moments = (shard_name(sublayer.name, kind) for kind in (WEIGHTS, OPTIMIZER))
+            if name in names:
+                weights[name] = model.movable(index)
+                _check_fit(name, checkpoint.describe(name), weights[name])
+            if moments in names:
+                saved = checkpoint.describe(moments)
+                _check_trained(checkpoint, saved, trained_parameters(task, (index,)))
 
-    return agree(read, group=group)
+    def load() -> dict[str, Shard]:
+        for name, tensors in weights.items():
+            checkpoint.load(name, tensors)
+        return {name: checkpoint.read(name) for name in names if name not in weights}
+
+    agree(check, group=group)
+    return agree(load, group=group)
 
 
 def _check_fit(name: str, saved: Shard, held: Shard) -> None:

@@ -24,11 +24,11 @@ from pipetransformer.checkpoint.resume import (
     CHECKPOINTS,
     OPAQUE,
     check_model,
+    load_shards,
     lock_folder,
     note_launchers,
     note_run,
     open_latest,
-    read_shards,
     refuse_another_run,
     remove_run,
     resumes,
@@ -164,7 +164,7 @@ class RunState:
         decision = elastic.decision
         assert decision is not None
         needed = self._deployment.needed_shards(decision)
-        shards = read_shards(checkpoint, needed, self._task, group=self._world.group)
+        shards = load_shards(checkpoint, needed, self._task, group=self._world.group)
         self._deployment.restore(decision, shards)
         elastic.feed.follow_prefix()
         signals = [rank["signals"] for rank in scalars["ranks"]]

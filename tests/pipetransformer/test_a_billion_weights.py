@@ -92,6 +92,6 @@ def test_llama_1b_starts_steps_saves_and_resumes_in_little_memory(tmp_path: Path
     assert (first["began"], second["began"]) == (0, 3)
     assert max(first["peak"], second["peak"]) <= 12e9, (first, second)
     # Above the process' memory before the model was built. The goal is 1.15; 1.21 was measured.
-    assert first["at_start"] <= 1.25, first
+    assert max(first["at_start"], second["at_start"]) <= 1.25, (first, second)
     # Adapters and AdamW's two moments.
     assert num_bytes <= 1.05 * 3 * first["adapters"] + 200_000

@@ -6,13 +6,14 @@ import logging
 import os
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.profile import Profile
 from pipetransformer import Trainer, launch
@@ -174,15 +175,15 @@ def train_in_two_stages(folder: Path, **settings: Any) -> None:
 def resume_with_a_file_that_goes_bad(folder: Path) -> str:
     """Resume; a file that rank 1 needs goes bad after all have verified all."""
     world = connect("cpu", timeout_s=60.0)
-    read = Checkpoint.read
+    load = Checkpoint.load
 
-    def read_damaged(self: Checkpoint, name: str) -> Any:
+    def load_damaged(self: Checkpoint, name: str, tensors: Mapping[str, Tensor]) -> None:
         if world.rank == 1 and name.endswith("/weights"):
             damage(self.folder, name)
-        return read(self, name)
+        load(self, name, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "read", read_damaged)
+        patch.setattr(Checkpoint, "load", load_damaged)
         with pytest.raises(CorruptCheckpointError) as caught:
             train_in_two_stages(folder, resume=True, epochs=3)
     return str(caught.value)
@@ -195,6 +196,25 @@ def test_a_file_that_goes_bad_before_it_is_read_ends_all_ranks_alike(
     first, second = two_ranks.run(resume_with_a_file_that_goes_bad, tmp_path)
     assert first == second
     assert first.startswith("rank 1: ") and "has SHA-256" in first
+
+
+def test_a_resumed_run_loads_weights_in_place(tmp_path: Path) -> None:
+    # New tensors would be a second model in memory, beside what the user still holds of the first.
+    train(tmp_path)
+    model = tiny_model()
+    places = {name: one.data_ptr() for name, one in model.named_parameters()}
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    with make_trainer(tmp_path, model=model, resume=True) as trainer:
+        trainer.begin()
+        assert {name: one.data_ptr() for name, one in model.named_parameters()} == places
+        resumed = trainer.state_dict()
+    with make_trainer(tmp_path, resume=True) as trainer:
+        trainer.begin()
+        expected = trainer.state_dict()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
 def resume_wrongly(folder: Path, settings: dict[str, Any]) -> str:
