@@ -177,8 +177,13 @@ def write_shards(folder: Path, shards: Shards) -> dict[str, ShardRecord]:
     for name, tensors in shards.items():
         path = folder / file_name(name)
         write_tensors(path, tensors)
-        records[name] = ShardRecord(path.name, _hash_file(path), path.stat().st_size)
+        records[name] = record_of(path)
     return records
+
+
+def record_of(path: Path) -> ShardRecord:
+    """Describe a file that was just written."""
+    return ShardRecord(path.name, _hash_file(path), path.stat().st_size)
 
 
 def discard(folder: Path) -> None:

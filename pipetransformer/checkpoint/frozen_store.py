@@ -5,22 +5,22 @@
       checkpoints/step-00001200/      its manifest names files of frozen/
 
 A save writes a group of tensors if its values are not those of the save before. It compares sums
-of all values, as writes through `.data` leave no trace in tensors' versions. A file goes with the
-last checkpoint that names it. A kill leaves files too many, never too few.
+of all values, as writes through `.data` leave no trace in tensors' versions. After writing it
+compares them again, as weights that no step changes are written without a copy. A file goes with
+the last checkpoint that names it. A kill leaves files too many, never too few.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-import safetensors.torch
 from torch import Tensor
 
 from autocache import fingerprint
@@ -30,8 +30,9 @@ from pipetransformer.checkpoint.format import (
     Shards,
     file_name,
     named_frozen,
+    record_of,
 )
-from pipetransformer.durable_files import fsync, replace_file
+from pipetransformer.durable_files import fsync, write_tensors
 
 _OWN_FILE = re.compile(
     r"[0-9a-f]{64}\.safetensors|[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors(\.tmp)?"
@@ -58,10 +59,7 @@ class FrozenStore:
 
     def changed(self, groups: Shards) -> Shards:
         """Return the groups that `write` needs copies of: those that no file holds as they are."""
-        self._sums = {
-            name: {key: fingerprint([tensor]) for key, tensor in group.items()}
-            for name, group in groups.items()
-        }
+        self._sums = {name: _sums_of(group) for name, group in groups.items()}
         return {name: group for name, group in groups.items() if not self._holds(name)}
 
     def write(self, changed: Shards) -> dict[str, ShardRecord]:
@@ -69,9 +67,13 @@ class FrozenStore:
 
         Raises:
             OSError: the disk is full, or nothing may be written.
+            ValueError: a group has changed since `changed`.
         """
         for name, tensors in changed.items():
-            self._written[name] = self._sums[name], self._write_file(name, tensors)
+            record = self._write_file(name, tensors)
+            if _sums_of(tensors) != self._sums[name]:
+                raise ValueError(f"{name} was changed while it was written")
+            self._written[name] = self._sums[name], record
         self._written = {name: self._written[name] for name in self._sums}
         return {name: record for name, (_, record) in self._written.items()}
 
@@ -98,16 +100,23 @@ class FrozenStore:
         return False
 
     def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> ShardRecord:
-        data = safetensors.torch.save(dict(tensors), metadata={"format": "pt"})
-        sha256 = hashlib.sha256(data).hexdigest()
-        record = ShardRecord(f"{sha256}.safetensors", sha256, len(data))
-        if not self._has_file(record):
-            if not self._folder.is_dir():
-                self._folder.mkdir(exist_ok=True)
-                fsync(self._folder.parent)
-            # Tied tensors may be of one hash on two ranks, so each writes under its group's name.
-            written = self._folder / file_name(name)
-            replace_file(written, data)
-            os.replace(written, self._folder / record.file)
-            fsync(self._folder)
+        if not self._folder.is_dir():
+            self._folder.mkdir(exist_ok=True)
+            fsync(self._folder.parent)
+        # Tied tensors may be of one hash on two ranks, so each writes under its group's name.
+        path = self._folder / file_name(name)
+        path.unlink(missing_ok=True)  # A kill may have left one, or another program a link.
+        try:
+            write_tensors(path, tensors)
+            record = record_of(path)
+            record = replace(record, file=f"{record.sha256}.safetensors")
+            if not self._has_file(record):
+                os.replace(path, self._folder / record.file)
+                fsync(self._folder)
+        finally:
+            path.unlink(missing_ok=True)
         return record
+
+
+def _sums_of(group: Mapping[str, Tensor]) -> dict[str, int]:
+    return {key: fingerprint([tensor]) for key, tensor in group.items()}

@@ -7,7 +7,8 @@
 The ranks' writers talk in a group of their own, which the training loop never uses. One save is
 under way at a time. A save that falls due meanwhile is skipped on all ranks, so a slow disk costs
 checkpoints and no time. Only the end of the run waits. Of what no step changes, a save copies and
-writes only what is not in the store of frozen files as it is.
+writes only what is not in the store of frozen files as it is. Weights in host memory that never
+train are not even copied: a second model would not fit beside a large one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from pipetransformer.checkpoint.format import (
 )
 from pipetransformer.checkpoint.frozen_store import FrozenStore
 from pipetransformer.durable_files import check_plain
+from pipetransformer.elastic import UNTRAINED
 from pipetransformer.errors import CorruptCheckpointError
 from pipetransformer.processes import World
 
@@ -195,7 +197,8 @@ class Saver:
     def reserve(self, shards: Shards, frozen: Shards = MappingProxyType({})) -> None:
         """Get memory for copies of these tensors in the background, ahead of the first save."""
         assert self.is_idle
-        sizes = num_bytes_of(shards), num_bytes_of(self._store.unseen(frozen))
+        _, copied = _split_lent(self._store.unseen(frozen))
+        sizes = num_bytes_of(shards), num_bytes_of(copied)
         self._start("memory for a checkpoint", self._reserve, *sizes)
 
     def save(
@@ -211,7 +214,8 @@ class Saver:
 
         Args:
             shards: what this rank owns; it may change as soon as this returns.
-            frozen: by "shard/group", the rest of them, which is written where it has changed.
+            frozen: by "shard/group", the rest of them, which is written where it has changed. A
+                script that changes weights which never train meanwhile costs that checkpoint.
             scalars: plain values by name; rank 0's are saved.
             own: plain values of this rank; `scalars["ranks"]` lists them in the checkpoint.
         Raises:
@@ -225,7 +229,8 @@ class Saver:
         failure = ""
         try:
             copies = self._snapshot.take(shards)
-            changed = self._frozen_copy.take(self._store.changed(frozen))
+            lent, copied = _split_lent(self._store.changed(frozen))
+            changed = {**lent, **self._frozen_copy.take(copied)}
         except MemoryError as error:  # For the thread to tell: other ranks wait for these files.
             failure = str(error)
         state = {"scalars": scalars, "own": own}
@@ -357,7 +362,7 @@ class Saver:
         try:
             frozen = self._store.write(copies.frozen)
             records = write_shards(folder, copies.shards)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return {"failure": str(error)}
         written = [*records.values(), *(frozen[name] for name in copies.frozen)]
         return {
@@ -366,6 +371,19 @@ class Saver:
             "frozen": {name: asdict(record) for name, record in frozen.items()},
             "num_bytes": sum(record.num_bytes for record in written),
         }
+
+
+def _split_lent(groups: Shards) -> tuple[Shards, Shards]:
+    """Split groups into those that a thread may write as they are, and those to be copied."""
+
+    def can_be_lent(name: str, group: Mapping[str, Tensor]) -> bool:
+        # safetensors writes nothing that has gaps, or shares memory.
+        memories = {one.untyped_storage().data_ptr() for one in group.values()}
+        is_plain = all(one.is_cpu and one.is_contiguous() for one in group.values())
+        return name.rpartition("/")[2] == UNTRAINED and is_plain and len(memories) == len(group)
+
+    lent = {name: group for name, group in groups.items() if can_be_lent(name, group)}
+    return lent, {name: group for name, group in groups.items() if name not in lent}
 
 
 def _joined(told: list[dict[str, Any]], kind: str) -> dict[str, ShardRecord]:

@@ -19,6 +19,7 @@ from pipetransformer.elastic.planner import (
 )
 from pipetransformer.elastic.shards import (
     OPTIMIZER,
+    UNTRAINED,
     WEIGHTS,
     shard_name,
     split_by_change,
@@ -27,7 +28,7 @@ from pipetransformer.elastic.shards import (
 
 __all__ = [
     "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
-    "Elasticity", "WEIGHTS", "complete_request", "fastest_by_length",
+    "Elasticity", "UNTRAINED", "WEIGHTS", "complete_request", "fastest_by_length",
     "fastest_per_sample", "fastest_plan", "plan_shape", "published_plan",
     "read_looks", "shard_name", "split_by_change", "split_shard_name",
 ]  # fmt: skip

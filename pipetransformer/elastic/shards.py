@@ -23,6 +23,8 @@ from freeze.signals import IntervalSignals, is_signal_tensor
 from pipetransformer.model import Task, put_state, take_state, trained_parameters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
+UNTRAINED = "untrained"
+"""The group of a shard's weights that no step of any run changes."""
 _TRAINED = "trained"
 
 
@@ -129,7 +131,7 @@ def _group_of(task: Task, name: str) -> str:
     if not isinstance(tensor, nn.Parameter):
         return "buffers"
     if name not in task.trainable:
-        return "untrained"
+        return UNTRAINED
     return _TRAINED if tensor.requires_grad else "frozen"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipetransformer import CorruptCheckpointError, launch
 from pipetransformer.checkpoint import format as files
-from pipetransformer.checkpoint import open_checkpoint
+from pipetransformer.checkpoint import frozen_store, open_checkpoint
 from pipetransformer.checkpoint.frozen_store import FrozenStore
 from pipetransformer.checkpoint.resume import remove_run
 from pipetransformer.checkpoint.saver import Saver, Snapshot
@@ -114,6 +114,56 @@ def test_values_that_change_places_in_a_last_word_are_written(
     store.write(store.changed({"a/weights/untrained": {"a.flags": buffer}}))
     assert not store.changed({"a/weights/untrained": {"a.flags": buffer.clone()}})
     assert store.changed({"a/weights/untrained": {"a.flags": other}})
+
+
+def test_weights_that_never_train_are_written_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[set[str]]()
+    take = Snapshot.take
+
+    def note(self: Snapshot, shards: files.Shards) -> files.Shards:
+        copied.append({*shards})
+        return take(self, shards)
+
+    monkeypatch.setattr(Snapshot, "take", note)
+    # A transposed matrix has gaps in its rows, and two halves share memory.
+    halves = torch.arange(8.0).split(4)
+    groups = {
+        **base(),
+        "b/weights/untrained": {"b.base": torch.arange(6.0).view(2, 3).t()},
+        "c/weights/untrained": {"c.left": halves[0], "c.right": halves[1]},
+    }
+    directory = tmp_path / "checkpoints"
+    saver = Saver(directory, connect("cpu", timeout_s=60.0), keep=1, timeout_s=60.0)
+    try:
+        saver.save(1, {"a/weights": {"a.new": torch.ones(2)}}, frozen=groups, scalars={}, own={})
+    finally:
+        saver.close()
+    assert copied == [{"a/weights"}, {*groups} - {"a/weights/untrained"}]
+    found = latest(directory)
+    assert found is not None
+    for group, tensors in groups.items():
+        held = found.read(group.rpartition("/")[0])
+        assert all(torch.equal(held[name], one) for name, one in tensors.items())
+
+
+def test_a_group_that_changes_while_it_is_written_is_not_trusted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, groups, write = FrozenStore(directory), base(), frozen_store.write_tensors
+
+    def change(path: Path, tensors: dict[str, Tensor]) -> None:
+        write(path, tensors)
+        groups["a/weights/untrained"]["a.base"][7] = -1.0
+
+    files.checkpoint_folder(directory, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(frozen_store, "write_tensors", change)
+        changed = store.changed(groups)
+        with pytest.raises(ValueError, match="a/weights/untrained was changed while it"):
+            store.write(changed)
+    assert store.changed(groups).keys() == groups.keys()
 
 
 def test_files_of_others_stay_and_unnamed_ones_go(directory: Path) -> None:
