@@ -2,7 +2,7 @@
 
     step       0                1                       2
     pipeline   the longest      one stage, replicas     as at 0
-    moves      all layers       halfway across          back
+    moves      to stages        halfway across          back
 
 Rank 0 steps a reference beside it, and publishes its gradients and weights. Every rank compares
 the layers that it holds.

@@ -91,9 +91,7 @@ class Deployment:
         self.refuse_partial_edits()
         after = self._place(decision)
         holders = after.shards()
-        # At the start rank 0's weights win: to move from it alone overwrites the others'.
-        at_first = dict.fromkeys(holders, frozenset([0]))
-        before = self._ownership.shards() if self._ownership else at_first
+        before = self._ownership.shards() if self._ownership else self._holders_at_first(after)
         signals = self._unfinished_signals(decision)
         # First: gradients and buckets of the old stage would lie beside the shards that arrive.
         self._leave_stage()
@@ -273,6 +271,29 @@ class Deployment:
     def _place(self, decision: Decision) -> Ownership:
         plan = decision.plan
         return Ownership(self._names, self._world.topology(plan.length), plan.boundaries)
+
+    def _holders_at_first(self, after: Ownership) -> dict[str, frozenset[int]]:
+        """Return who holds what at the start, when rank 0's weights win. Collective.
+
+        To move from rank 0 overwrites the others' weights. Ranks whose weights are equal hold them
+        already: what they share, as pages of a mapped file, stays shared.
+        """
+        holders, main = after.shards(), frozenset([0])
+        if self._world.group is None:
+            return dict.fromkeys(holders, main)
+        names = holders if self._world.is_main else after.shards_of(self._world.rank)
+        read = {name: self._held.read(name) for name in names if name.endswith(f"/{WEIGHTS}")}
+        sums = {
+            name: fingerprint(tensors.values())
+            for name, tensors in read.items()
+            if not any(tensor.is_meta for tensor in tensors.values())
+        }
+        told = gather_json(sums, group=self._world.group)
+        return {
+            name: main
+            | {r for r, one in enumerate(told) if name in one and one[name] == told[0].get(name)}
+            for name in holders
+        }
 
     def _move(self, before: Holders, after: Holders) -> int:
         return move_shards(

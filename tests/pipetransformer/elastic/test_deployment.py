@@ -263,7 +263,8 @@ def watch_entry(trainer: Trainer, act: Callable[[], object]) -> dict[str, Any]:
         found["gradients"] = sum(p.grad is not None for p in model.parameters())
         gc.collect()
         found["optimizers"] = num_optimizers()
-        return move_shards(*arguments, **keywords)
+        found["received"] = move_shards(*arguments, **keywords)
+        return int(found["received"])
 
     with patch.object(pipetransformer.elastic.deployment, "move_shards", watched):
         act()
@@ -275,15 +276,47 @@ def num_optimizers() -> int:
     return sum(isinstance(one, torch.optim.Optimizer) for one in gc.get_objects())
 
 
-def enter_first_change() -> dict[str, Any]:
+def enter_first_change(other: str | None) -> dict[str, Any]:
+    """Begin; rank 1 has one value of a tensor of its own, or of all."""
     with start(2) as trainer:
-        return watch_entry(trainer, trainer.begin)
+        model = model_of(trainer)
+        first = dict(model.named_parameters())  # Held, as else their places are taken again.
+        if trainer.world.rank == 1 and other is not None:
+            with torch.no_grad():
+                for name, one in model.named_parameters():
+                    if name.startswith(other):
+                        one.view(-1)[-1] += 1
+        found = watch_entry(trainer, trainer.begin)
+        own = [held(deployment_of(trainer)), dict(model.named_parameters())]
+        found["stays"] = {n for n, one in own[1].items() if one is first[n]}
+        found["held"] = {n for n, one in own[1].items() if not one.is_meta}
+        found["state"] = {name: digest(one) for name, one in own[0].items()}
+        return found
 
 
 def test_other_ranks_let_go_of_their_initial_weights_before_rank_0_s_come(two_ranks: Pool) -> None:
-    mine, others = two_ranks.run(enter_first_change)
+    mine, others = two_ranks.run(enter_first_change, "")
     assert mine["weights"] > 0
     assert others["weights"] == 0
+    assert others["received"] > 0 and not others["stays"]
+
+
+def test_ranks_that_loaded_the_same_weights_keep_their_own(two_ranks: Pool) -> None:
+    # Those may be pages of a mapped file, which processes share.
+    mine, others = two_ranks.run(enter_first_change, None)
+    assert mine["received"] == others["received"] == 0
+    assert others["stays"] == others["held"] and len(others["held"]) > 4
+    # The same as when all is sent.
+    _, sent = two_ranks.run(enter_first_change, "")
+    assert others["state"] == sent["state"]
+
+
+def test_the_one_layer_that_differs_comes_from_rank_0(two_ranks: Pool) -> None:
+    _, expected = two_ranks.run(enter_first_change, None)
+    _, others = two_ranks.run(enter_first_change, "7.")
+    assert others["held"] - others["stays"] == {"7.weight", "7.bias"}
+    assert others["received"] == (WIDTH + 1) * NUM_CLASSES * 4
+    assert others["state"] == expected["state"]
 
 
 def enter_second_change() -> dict[str, Any]:
