@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.loss import LossFunction
-from freeze import FreezeChoice, FreezePolicy, NeverFreeze, chosen_policy
+from freeze import FreezeChoice, FreezePolicy, FreezeSchedule, NeverFreeze, chosen_policy
 from pipetransformer.checkpoint import DescribedModel, Part, RunState, Selection
 from pipetransformer.checks import (
     RunChecks,
@@ -60,6 +60,7 @@ class RunParts:
 
     task: Task
     caches: bool
+    policy: FreezePolicy
     loan: ModelLoan
     memory: FreedMemory
     timeline: Timeline
@@ -83,6 +84,25 @@ class RunParts:
         batch = self.feed.read_apart(torch.arange(largest_micro_batch(self.task, self.world)))
         profile = self.elastic.planner.profile
         return sum((keeper.budget(profile, batch) for keeper in keepers), RowBudget())
+
+    def saved_share(self, rows: RowBudget) -> float | None:
+        """Reckon which share of the epochs' computing rows save; None where a policy decides.
+
+        What an epoch reads was stored in the one before, so far as blocks were frozen there.
+        """
+        if not isinstance(self.policy, FreezeSchedule):
+            return None
+        profile, saved_s, whole_s, before = self.elastic.planner.profile, 0.0, 0.0, 0
+        num = profile.batch_sizes[-1]
+        for epoch in range(self.task.config.epochs):
+            frozen = self.policy.at(epoch)
+            active = range(profile.first_active(frozen), len(profile.sublayers))
+            whole_s += profile.prefix_s(frozen, num)
+            whole_s += sum(profile.forward_s(i, num) + profile.backward_s(i, num) for i in active)
+            depth = self.task.prefix_depth(frozen)
+            saved_s += profile.prefix_s(min(before, depth), num)
+            before = depth
+        return saved_s / whole_s * rows.num_rows / max(rows.num_samples, 1)
 
 
 def build_parts(
@@ -157,6 +177,7 @@ def build_parts(
     return RunParts(
         task=task,
         caches=config.cache and freezes,
+        policy=policy,
         loan=loan,
         memory=memory,
         timeline=timeline,

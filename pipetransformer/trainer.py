@@ -391,10 +391,12 @@ class Trainer:
             self._log.say(self._state.continues)
             self._selection.forget_if_lost()
             self._note_best()  # A metric other than the checkpoint's has no best yet.
+            rows = self._parts.row_budget()
             self._log.start(
                 self._elastic.clock(),
                 self._elastic.planner.profile,
-                rows=self._parts.row_budget(),
+                rows=rows,
+                saved_share=self._parts.saved_share(rows),
                 unused=self._feed.unused_columns() if self.world.is_main else (),
             )
             return self._decide_if_due()

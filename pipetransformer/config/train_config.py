@@ -235,9 +235,9 @@ class TrainConfig:
     cache_limit_bytes: Annotated[int | Sequence[int] | None, rules.COUNTS] = None
     """Most bytes of a node's rows, for the training set and again for the evaluation set. A list
     has one number for each folder, beside what a GPU has room for. None holds all samples; those
-    that do not fit are computed at every step. Texts of unequal lengths count by their mean
-    length, on a GPU by the longest, when it is chosen which have rows. With
-    `cache_keep` it is the most of all that the folder holds, and sets that were not used for
+    that do not fit are computed at every step, and all if less than a tenth fits. Texts of unequal
+    lengths count by their mean length, on a GPU by the longest, when it is chosen which have rows.
+    With `cache_keep` it is the most of all that the folder holds, and sets that were not used for
     longest are removed."""
     cache_keep: bool = False
     """Keep rows in `cache_folder` when the run ends. Later runs read those that they would compute

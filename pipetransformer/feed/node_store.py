@@ -5,7 +5,8 @@ cache_device    one process, all rows fit    one process, they do not    several
 "cuda"          GPU                          as "auto", with a warning   each its own GPU
 "cpu"           file                         file                        file
 
-A GPU with room for less than a tenth of the rows has none.
+A place with room for less than a tenth of the rows has none, be it by what is free or by
+`cache_limit_bytes`; see `enough`.
 
 One process creates a node's file, and all of the node open it. It has no name where the platform
 allows that, and loses its name at once elsewhere, so a run that dies leaves nothing behind. Places
@@ -149,7 +150,7 @@ def _share_most(
     """Create a store on every node, with fewer rows where one lacks room for all. Collective."""
     share = partial(_share, world, places, layout, limit_bytes=limit_bytes)
     store, outcome = share(num_rows)
-    if store is None and _LEAST_SHARE * num_rows <= outcome.num_fitting < num_rows:
+    if store is None and outcome.num_fitting < num_rows and enough(outcome.num_fitting, num_rows):
         store, fewer = share(outcome.num_fitting, in_need=True)
         outcome = replace(outcome, place=fewer.place) if store is not None else outcome
     return store, outcome
@@ -326,7 +327,9 @@ def _kept_store(kept: KeptRows, layout: RowLayout, num_rows: int, stamp: int) ->
         return KeptStore(kept, layout, num_rows, stamp=stamp)
     except OSError as error:
         num_fitting = _num_fitting(kept.sets.folder, layout)
-        if error.errno != errno.ENOSPC or not _LEAST_SHARE * num_rows <= num_fitting < num_rows:
+        if error.errno != errno.ENOSPC or num_fitting >= num_rows:
+            raise
+        if not enough(num_fitting, num_rows):
             raise
         return KeptStore(kept, layout, num_fitting, stamp=stamp)
 
@@ -355,7 +358,7 @@ def make_store(
     """
     limit, device = config.cache_limit, None
     if config.cache_device == "cuda":
-        num_on_device = rows_within(limit, num_rows, layout.row_bytes)
+        num_on_device = enough(rows_within(limit, num_rows, layout.row_bytes), num_rows)
         device = _on_device(world, layout, num_on_device)
         if device is not None:
             return device
@@ -387,9 +390,15 @@ def rows_within(limit_bytes: int | None, num_rows: int, row_bytes: int) -> int:
 
 
 def rows_in_all(config: TrainConfig, num_rows: int, row_bytes: int) -> int:
-    """Return how many rows the limits of all folders allow."""
+    """Return how many rows the limits of all folders allow, where these are enough."""
     in_each = [rows_within(limit, num_rows, row_bytes) for limit in config.cache_limits]
-    return rows_within(config.cache_limit, min(num_rows, sum(in_each)), row_bytes)
+    num = rows_within(config.cache_limit, min(num_rows, sum(in_each)), row_bytes)
+    return enough(num, num_rows)
+
+
+def enough(num_fitting: int, num_rows: int) -> int:
+    """Return how many rows are kept where so many have room; below a tenth of all, none."""
+    return num_fitting if num_fitting >= _LEAST_SHARE * num_rows else 0
 
 
 def check_device(config: TrainConfig, device: torch.device) -> None:
@@ -424,7 +433,7 @@ def _num_on_device(world: World, layout: RowLayout, num_rows: int, limit: int | 
     if limit is not None and more_bytes:
         # What rows take on a device beyond their length must not cost another its place.
         num = min(num, (limit - num_rows * layout.expected_bytes) // more_bytes)
-    return num if num >= _LEAST_SHARE * num_rows else 0
+    return enough(num, num_rows)
 
 
 def _on_device(world: World, layout: RowLayout, num_rows: int) -> DeviceStore | None:

@@ -246,17 +246,18 @@ class RowKeeper:
             self._gave_up = True
             return
         num_rows = self._num_views * self._num_samples
-        if self._task.config.cache_keep:
-            self.store = self._kept_store(layout, num_rows)
-        elif rows_in_all(self._task.config, num_rows, layout.expected_bytes) == 0:
+        if rows_in_all(self._task.config, num_rows, layout.expected_bytes) == 0:
             if self._world.is_main:
                 _LOGGER.warning(
-                    "cache_limit_bytes=%s holds no row of %d bytes: the frozen prefix is computed "
-                    "at every step",
+                    "no cache: cache_limit_bytes=%s has room for less than a tenth of %d rows of "
+                    "%d bytes; the frozen prefix is computed at every step",
                     self._task.config.cache_limit_bytes,
+                    num_rows,
                     layout.expected_bytes,
                 )
             return
+        if self._task.config.cache_keep:
+            self.store = self._kept_store(layout, num_rows)
         else:
             self.store = make_store(self._world, self._task.config, layout, num_rows)
         self._gave_up = self.store is None

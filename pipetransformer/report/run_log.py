@@ -80,7 +80,13 @@ class RunLog:
         return Records(path, listener=self._listener, tensorboard=tensorboard)
 
     def start(
-        self, clock: Clock, profile: Profile, *, rows: RowBudget, unused: Sequence[str]
+        self,
+        clock: Clock,
+        profile: Profile,
+        *,
+        rows: RowBudget,
+        saved_share: float | None = None,
+        unused: Sequence[str],
     ) -> None:
         """Begin to show progress.
 
@@ -88,13 +94,14 @@ class RunLog:
             clock: of the coming step.
             profile: tells what forwards are spared.
             rows: that a node's cache will have.
+            saved_share: of all epochs, by rows; None where that is not known.
             unused: columns of the training set that the model does not take.
         """
         self.sums.profile, self._num_done = profile, clock.step
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
-        if rows.num_rows:
-            self.say(_cache_text(rows, self._config.cache_folders))
+        if rows.num_samples:
+            self.say(_cache_text(rows, self._config, saved_share))
         self._progress.open(clock.step, clock.max_steps)
 
     def say(self, line: str) -> None:
@@ -310,13 +317,23 @@ class RunLog:
             )
 
 
-def _cache_text(rows: RowBudget, folders: Sequence[Path]) -> str:
-    names = " and ".join(map(str, folders))
-    text = f"the cache will have {rows} at most in {names}"
-    if not all(folder.is_dir() for folder in folders):
-        return text
-    free = sum(shutil.disk_usage(folder).free for folder in folders)
-    text += f", where {as_bytes(free)} are free"
-    if rows.num_bytes > free:
-        text += "; cache_limit_bytes=, cache_dtype= or another cache_folder= make it fit"
+def _cache_text(rows: RowBudget, config: TrainConfig, saved_share: float | None) -> str:
+    if not rows.num_rows:
+        return (
+            f"no cache: cache_limit_bytes={config.cache_limit_bytes} has room for less than a "
+            f"tenth of the rows of {rows.num_samples} samples"
+        )
+    folders = config.cache_folders
+    text = f"the cache will have {rows} at most in {' and '.join(map(str, folders))}"
+    free = None
+    if all(folder.is_dir() for folder in folders):
+        free = sum(shutil.disk_usage(folder).free for folder in folders)
+        text += f", where {as_bytes(free)} are free"
+    if saved_share is not None:
+        text += f"; this saves about {100 * saved_share:.0f} % of {config.epochs} epochs"
+    if free is not None and rows.num_bytes > free:
+        text += (
+            "; with room for less than a tenth nothing is cached: cache_limit_bytes=, "
+            "cache_dtype= or another cache_folder= make it fit"
+        )
     return text

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from autocache import RowStore
 from autocache.layout import FileShape, round_up
 from autopipe.profile import Profile
-from freeze import FreezeSchedule
+from freeze import FreezeSchedule, Linear
 from pipetransformer import Trainer
 from tests.helpers.adapted import LENGTH, classifier
 from tests.helpers.feeds import NUM_SENTENCES, Sentences
@@ -144,12 +144,43 @@ def test_views_are_the_training_set_s_alone() -> None:
     assert sizes == [2 * len(tiny_data()), len(tiny_data())]
 
 
-def test_the_cache_s_bytes_are_said_without_a_progress_bar_too(
+@pytest.mark.parametrize(
+    ("limit_bytes", "num_rows", "freeze"),
+    [(None, 26, FreezeSchedule([0, 2, 2])), (1400, 21, FreezeSchedule([2])), (None, 26, Linear())],
+    ids=["all", "some", "a policy decides"],
+)
+def test_what_rows_take_and_save_is_said_before_the_first_step(
+    limit_bytes: int | None, num_rows: int, freeze: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    settings = {"epochs": 3, "freeze": freeze, "cache_limit_bytes": limit_bytes}
+    with measuring(freely), tiny_trainer(**settings) as trainer:
+        trainer.step()
+        costs = trainer.measurements
+    (said,) = [r.message for r in caplog.records if "the cache will have" in r.message]
+    assert f"rows of {num_rows} of 26 samples, about " in said
+    if not isinstance(freeze, FreezeSchedule):
+        assert said.endswith("are free")
+        return
+    assert costs is not None
+    whole = sum(one.forward_s[-1] + one.backward_s[-1] for one in costs.sublayers)
+    frozen = [one for one in costs.sublayers if one.layer < 2]
+    prefix = sum(one.frozen_s[-1] for one in frozen)
+    above = whole - sum(one.forward_s[-1] + one.backward_s[-1] for one in frozen)
+    steps = [whole if not freeze.at(epoch) else prefix + above for epoch in range(3)]
+    # The first epoch with frozen layers fills rows.
+    saved = (sum(map(bool, map(freeze.at, range(3)))) - 1) * prefix / sum(steps)
+    assert f"; this saves about {100 * saved * num_rows / 26:.0f} % of 3 epochs" in said
+
+
+def test_that_a_limit_leaves_no_rows_is_said_before_the_first_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    train(tiny_model(), tiny_data(), loss_fn=nn.CrossEntropyLoss())
-    assert [r.message for r in caplog.records if "the cache will have rows of" in r.message]
+    with tiny_trainer(freeze=FreezeSchedule([1]), cache_limit_bytes=100) as trainer:
+        trainer.step()
+    text = "no cache: cache_limit_bytes=100 has room for less than a tenth of the rows of 26 sam"
+    assert [one.startswith(text) for one in caplog.messages if "rows of 26" in one] == [True]
 
 
 def test_rounded_activations_are_the_same_in_every_epoch_and_near_the_exact_ones() -> None:

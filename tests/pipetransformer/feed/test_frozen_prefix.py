@@ -167,17 +167,26 @@ def test_a_limit_caches_as_many_rows_as_it_holds(tmp_path: Path) -> None:
     feed.samples.close()
 
 
-def test_a_limit_below_a_row_means_no_cache_and_one_warning(
+def test_a_limit_for_less_than_a_tenth_of_the_rows_means_no_cache_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed = Feed(tmp_path, cache_limit_bytes=100)
-    with caplog.at_level(logging.WARNING):
-        feed.set_depth(2)
-        assert_fetch(feed, 2, (0, 0, 5))
-        assert_fetch(feed, 2, (0, 0, 5))
-    assert [r.message for r in caplog.records] == [
-        "cache_limit_bytes=100 holds no row of 192 bytes: the frozen prefix is computed at every "
-        "step"
+    num = len(tiny_data())
+    assert num == 26
+    for limit_bytes, keeps, may_hit in (
+        (3 * 192, False, True),
+        (3 * 192 - 1, False, False),
+        (3 * 192 - 1, True, False),
+    ):
+        feed = Feed(tmp_path, cache_limit_bytes=limit_bytes, cache_keep=keeps)
+        with caplog.at_level(logging.WARNING):
+            feed.set_depth(2)
+            hits = [counts(feed.fetch(torch.arange(num))[2])[0] for _ in range(2)]
+        assert hits == ([0, 3] if may_hit else [0, 0])
+        feed.samples.close()
+    said = [one for one in caplog.messages if "tenth" in one]
+    assert said == 2 * [
+        "no cache: cache_limit_bytes=575 has room for less than a tenth of 26 rows of 192 bytes; "
+        "the frozen prefix is computed at every step"
     ]
 
 
