@@ -364,7 +364,8 @@ class Saver:
             records = write_shards(folder, copies.shards)
         except (OSError, ValueError) as error:
             return {"failure": str(error)}
-        written = [*records.values(), *(frozen[name] for name in copies.frozen)]
+        files = {frozen[name].file: frozen[name] for name in copies.frozen}
+        written = [*records.values(), *files.values()]
         return {
             "failure": "",
             "records": {name: asdict(record) for name, record in records.items()},

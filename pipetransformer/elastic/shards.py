@@ -110,6 +110,7 @@ def split_by_change(
 
     The groups are weights that never train, frozen ones, and buffers. Apart, so that a layer which
     freezes has only its adapters written, not the base below. The saver looks whether they change.
+    What sublayers share has groups that are equal in each, and so are their files: one is written.
     """
     trained: dict[str, Shard] = {}
     frozen: dict[str, Shard] = {}
@@ -118,6 +119,8 @@ def split_by_change(
         groups: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             group = _group_of(task, _parameter_of(task, name) if kind == OPTIMIZER else name)
+            if kind == WEIGHTS and name in task.model.shared and group != _TRAINED:
+                group = f"shared_{group}"
             groups.setdefault(group, {})[name] = tensor
         own = groups.pop(_TRAINED, {})
         if own or not groups:

@@ -11,6 +11,7 @@ optimizers and moves between ranks all use the model's own `state_dict` names.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,7 @@ class LayeredModel:
             then a run compares them with the model's own forward before its first step.
     Attributes:
         owners: the first sublayer, by index, of each tensor. Others may share it: tied weights.
+        shared: the names of tensors in several sublayers.
         row: of blocks, or of parts, where it was found by running the model.
         reads_by_labels: whether it has a padding mask because the loss reads no padding alone.
         words: its head, where that is known to be a linear layer over many words, which losses
@@ -129,6 +131,8 @@ class LayeredModel:
             raise ValueError("inputs is empty; name the batch entry that the first sublayer takes")
         self._names = _assign_names(model, self.sublayers, self.unused)
         self.owners = _owners(self._names)
+        counts = Counter(chain(*self._names))
+        self.shared = frozenset(name for name, num in counts.items() if num > 1)
         self._slots = _find_slots(model, self.sublayers)
         self._guards: dict[int, list[RemovableHandle]] = {}
         self._flags = _mode_flags(model, self.sublayers)

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +317,32 @@ def test_a_checkpoint_of_an_adapter_is_of_the_adapter_s_size(tmp_path: Path) -> 
     assert held_in(tmp_path / "frozen") >= names - set(adapter)
     frozen_bytes = sum(path.stat().st_size for path in (tmp_path / "frozen").iterdir())
     assert frozen_bytes < 1.05 * base_bytes
+
+
+def test_a_tied_embedding_lies_once_among_what_no_step_changes(tmp_path: Path) -> None:
+    with measuring(never):
+        model = with_adapter(partial(llama, tie_word_embeddings=True), lora(**CAUSAL))
+        settings = {"folder": tmp_path, "checkpoint_every_steps": 1, "resume": "auto"}
+        for num_steps in (2, 3):
+            with make_trainer(model, (0, 0, 0), **settings) as trainer:
+                while trainer.global_step < num_steps:
+                    trainer.step()
+                weights = {name: one.clone() for name, one in trainer.state_dict().items()}
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()  # What is resumed is read.
+    times = Counter[str]()
+    for path in (tmp_path / "frozen").iterdir():
+        with safe_open(path, "pt") as file:
+            times.update(file.keys())
+    assert max(times.values()) == 1
+    (tied,) = [name for name in times if "embed_tokens" in name]
+    found = latest(tmp_path / "checkpoints")
+    assert found is not None and found.step == 3
+    holding = [shard for shard in found.shards if tied in found.read(shard)]
+    assert sorted(holding) == ["embedding/weights", "head/weights"]
+    for shard in holding:
+        assert torch.equal(found.read(shard)[tied], weights[tied])
 
 
 def run(folder: Path, name: str, length: int, steps: int, **settings: Any) -> dict[str, Tensor]:
