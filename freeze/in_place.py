@@ -158,11 +158,15 @@ def tied_above(
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks: the members of its largest list of modules of one class.
 
+    Where a plain `nn.Sequential` has none, its children are, but for the last, the head.
+
     Raises:
         ValueError: there is none, or another such list is as large, or lies before it, as an
             encoder before a decoder; give the layers yourself.
     """
     lists = _lists_of_equal_blocks(model)
+    if not lists and (children := children_but_head(model)):
+        return children
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of equal blocks; give layers=, bottom first"
@@ -185,6 +189,13 @@ def find_layers(model: nn.Module) -> list[nn.Module]:
                 f"{largest!r} and {path!r} are equally large lists of equal blocks; give layers="
             )
     return list(lists[largest])
+
+
+def children_but_head(model: nn.Module) -> list[nn.Module]:
+    """Return the children that a plain `nn.Sequential` runs below its last one, if it is one."""
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return list(model)[:-1]
+    return []
 
 
 def list_before(model: nn.Module, layers: Sequence[nn.Module]) -> str | None:

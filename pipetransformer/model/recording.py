@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from autopipe.profile import graph_leaves
-from freeze.in_place import frozen_in_place
+from freeze.in_place import children_but_head, frozen_in_place
 from pipetransformer.model.held_values import opaque_kept
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ def block_lists(
 ) -> list[tuple[str, tuple[nn.Module, ...]]]:
     """Return by name the lists of modules that may be the row, as they are registered.
 
-    Short lists, such as the layers of a head, are none.
+    Short lists, such as the layers of a head, are none. A plain `nn.Sequential` of unlike children
+    is one, but for its last child, as in the Trainer.
 
     Args:
         without: modules whose lists do not count, nor their weights.
@@ -203,6 +204,11 @@ def block_lists(
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
         if module not in apart and all(map(_size, module)) and _size(module) >= least
     ]
+    children = [child for child in children_but_head(model) if child not in apart]
+    if children and not lists and model not in apart:
+        lists = [("", tuple(children))]
+    elif len({*map(type, children)}) > 1:
+        lists = [(name, blocks if name else tuple(children)) for name, blocks in lists]
     parts = {id(part) for _, blocks in lists for one in blocks for part in one.modules()}
     # A list within a block is no row of the model, but of that block.
     return [(n, blocks) for n, blocks in lists if id(model.get_submodule(n)) not in parts]

@@ -75,8 +75,8 @@ class FrozenParts:
             return self._named
         if num_frozen > len(self.blocks):
             raise ValueError(
-                f"freeze asks for {num_frozen} blocks, but the model has {len(self.blocks)} "
-                "outside of its parts"
+                f"freeze asks for {num_frozen} blocks, but the model has {len(self.blocks)}"
+                f"{' outside of its parts' if self._named else ''}"
             )
         last = self.blocks[num_frozen - 1]
         name = next(name for name, module in self._model.named_modules() if module is last)
