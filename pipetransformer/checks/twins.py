@@ -89,10 +89,11 @@ class OwnForward:
         kinds = type(unwrapped(model.model)).__mro__
         is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in kinds)
         answers_loss = self.loss_fn is None and is_of_transformers
-        if answers_loss:
-            keywords |= {name: batch[name] for name in model.targets}
-        answer = model.model(*first, **keywords)
-        output = output_of(answer)
+        labels = {name: batch[name] for name in model.targets} if answers_loss else {}
+        answer = model.model(*first, **keywords, **labels)
+        # With labels some make their loss of no logits, as Liger's forwards do.
+        has_output = not labels or getattr(answer, "logits", answer) is not None
+        output = output_of(answer if has_output else model.model(*first, **keywords))
         if answers_loss and answer.loss is not None:
             return output, answer.loss
         loss_fn = self.loss_fn or model.loss_fn

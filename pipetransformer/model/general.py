@@ -32,7 +32,12 @@ from pipetransformer.model.dependence import (
 from pipetransformer.model.held_values import is_opaque, opaque_kept
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
 from pipetransformer.model.losses import own_loss
-from pipetransformer.model.own_forward import CutForward, Entries, output_of
+from pipetransformer.model.own_forward import (
+    CutForward,
+    Entries,
+    has_own_forward,
+    output_of,
+)
 from pipetransformer.model.peft_models import name_untied, unwrapped
 from pipetransformer.model.recording import (
     ForwardFailedError,
@@ -196,7 +201,8 @@ def _presented(
     mask = mask if len(shown.targets) == 1 and (is_known or not is_by_token) else None
     if loop is None or not has_input_gradients(model):
         refuse_lost_checkpointing(model, own.row.blocks)
-    refuse_replaced(*(m for m in model.modules() if _holds_block(m, own.row)))
+    for module in filter(partial(_holds_block, row=own.row), model.modules()):
+        refuse_replaced(module, but="forward" if has_own_forward(module) else "")
     sublayers = _sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
     layered = LayeredModel(

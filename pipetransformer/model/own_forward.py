@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -114,6 +115,9 @@ class Skeleton:
         vars(copy).update(vars(module))
         vars(copy).update({name: type(vars(module)[name])() for name in _HOOKS})
         vars(copy)["_compiled_call_impl"] = None
+        if has_own_forward(module):
+            # Bound as it is, it would run the model itself.
+            vars(copy)["forward"] = MethodType(vars(module)["forward"].__func__, copy)
         if is_block:
             vars(copy)["_skeleton"] = self, self._index_of[id(module)]
             return copy
@@ -191,6 +195,12 @@ def _stand_in(kind: type[nn.Module]) -> type[nn.Module]:
     # Not by replacing `forward`: hooks, checkpointing and compiled code act within `__call__`.
     methods = {"__call__": call, "__module__": kind.__module__}
     return _STAND_INS.setdefault(kind, type(kind.__name__, (kind,), methods))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a method was set on the object in its class's place, as Liger's is."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and forward.__self__ is module
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -115,10 +115,14 @@ def require_class(name: str, *modules: nn.Module) -> None:
         refuse_replaced(module)
 
 
-def refuse_replaced(*modules: nn.Module) -> None:
-    """Raise a TypeError for a module whose object overrides a method, such as `forward`."""
+def refuse_replaced(*modules: nn.Module, but: str = "") -> None:
+    """Raise a TypeError for a module whose object overrides a method other than `but`."""
     for module in modules:
-        own = (n for n, value in vars(module).items() if callable(value) and not _gathers(value))
+        own = (
+            name
+            for name, value in vars(module).items()
+            if callable(value) and name != but and not _gathers(value)
+        )
         if name := next(
             (name for name in own if callable(getattr(type(module), name, None))), None
         ):
