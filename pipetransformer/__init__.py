@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autocache import CacheStats
-from autopipe import balance, skip
 from autopipe.engine import is_checkpointing, is_recomputing
 from autopipe.gpipe import GPipe, StashedPipeline, flatten_sequential, restore_batch_norm
 from autopipe.loss import Loss
@@ -37,6 +36,7 @@ from freeze import (
     Replay,
     TimeBudget,
 )
+from pipetransformer import balance, skip
 from pipetransformer.checks import Verification
 from pipetransformer.config import (
     TrainConfig,

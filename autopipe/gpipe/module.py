@@ -27,6 +27,7 @@ from autopipe.gpipe.partition_checks import (
     check_module,
     check_sharing,
     choose_devices,
+    placed_partitions,
 )
 from autopipe.gpipe.partition_work import (
     Ends,
@@ -60,7 +61,8 @@ class GPipe(nn.Module):
     Outside training mode nothing is checkpointed.
 
     Args:
-        balance: layers of each partition; `autopipe.balance.balance` finds it.
+        balance: layers of each partition; `autopipe.balance.balance` finds it. Without it and
+            `devices`, layers that are on two devices or more already are cut where these change.
         devices: of the partitions; surplus ones stay unused. By default all CUDA devices, or
             without CUDA one CPU slot for each partition.
         chunks: micro-batches of a mini-batch; fewer if it has fewer samples.
@@ -93,6 +95,8 @@ class GPipe(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
+        if balance is None and devices is None:
+            balance, devices = placed_partitions(module)
         self.balance = check_balance(module, balance)
         if int(chunks) != chunks or chunks < 1:
             raise ValueError(f"number of chunks must be a positive integer, not {chunks}")

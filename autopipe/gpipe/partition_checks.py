@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import nn
@@ -27,7 +28,10 @@ def check_module(module: nn.Module) -> None:
 
 def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
     if balance is None:
-        raise ValueError(f"balance is required: the number of layers of each partition; {_ADVICE}")
+        raise ValueError(
+            "balance is required: the number of layers of each partition; only layers that are on "
+            f"two devices or more show it, where devices are not named; {_ADVICE}"
+        )
     counts = list(balance)
     if any(int(count) != count or count < 1 for count in counts):
         raise ValueError(f"all balance numbers must be positive integers, got {counts}; {_ADVICE}")
@@ -37,6 +41,32 @@ def check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[
             f"sum of balance: {sum(counts)}); {_ADVICE}"
         )
     return [int(count) for count in counts]
+
+
+def placed_partitions(
+    module: nn.Sequential,
+) -> tuple[list[int] | None, list[torch.device] | None]:
+    """Return balance and devices of layers that are on their devices already.
+
+    Layers without tensors join those before them, and the first ones those behind them. Both are
+    None where all layers are on one device.
+
+    Raises:
+        ValueError: a layer is on several devices.
+    """
+    places: list[torch.device | None] = []
+    for name, layer in module.named_children():
+        found = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
+        if len(found) > 1:
+            listed = " and ".join(sorted(map(str, found)))
+            raise ValueError(f"layer {name!r} is on {listed}; move it to one device")
+        places.append(found.pop() if found else None)
+    first = next((place for place in places if place is not None), None)
+    joined = [*accumulate(places, lambda before, place: place or before, initial=first)][1:]
+    runs = [(place, len(list(run))) for place, run in groupby(joined) if place is not None]
+    if len(runs) < 2:
+        return None, None
+    return [count for _, count in runs], [place for place, _ in runs]
 
 
 def choose_devices(

@@ -190,6 +190,34 @@ def test_recomputation_holds_one_micro_batch_at_a_time() -> None:
     assert (len(alive), most) == (6, 1)
 
 
+@pytest.mark.parametrize("num_layers", [2, 5])
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+@every_mode
+def test_a_partition_keeps_its_inputs_and_one_micro_batch_s_activations(
+    mode: str, chunks: int, num_layers: int
+) -> None:
+    # Batch + layers / partitions * batch / micro-batches when checkpointed, of one layer's output.
+    batch, width = 16, 3
+    seen: set[StorageWeakRef] = set()
+    most_bytes = 0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal most_bytes
+        seen.add(StorageWeakRef(tensor.untyped_storage()))
+        alive = sum(not storage.expired() for storage in seen)
+        most_bytes = max(most_bytes, alive * tensor.nbytes)
+        return tensor
+
+    upper = [Call(lambda input: note(note(input).sigmoid())) for _ in range(num_layers)]
+    layers = nn.Sequential(nn.Linear(width, width), *upper, Call(lambda output: output.mean(1)))
+    model = on_cpu(layers, [1, num_layers + 1], chunks=chunks, checkpoint=mode)
+    model(torch.rand(batch, width)).sum().backward()
+    one = batch // chunks
+    # A sigmoid keeps its output alone: unless recomputed, an input goes with its forward.
+    inputs, activations = (one, batch) if mode == "never" else (batch, one)
+    assert most_bytes == 4 * width * (inputs + num_layers * activations)
+
+
 @every_mode
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("num_samples", [8, 7, 3])

@@ -41,6 +41,19 @@ def test_each_partition_is_moved_to_its_device_and_the_output_is_on_the_last() -
         model(ramp(4, 3))
 
 
+def test_layers_on_their_devices_train_without_a_balance() -> None:
+    plain = linears(3, 4, 2).cuda()
+    placed = copy.deepcopy(plain)
+    placed[2:].cpu()
+    model = GPipe(placed, chunks=2)
+    assert model.balance == [2, 2]
+    for module in (plain, model):
+        module(ramp(4, 3).cuda()).sum().backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and expected.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), expected.grad.cpu())
+
+
 def test_a_parameter_on_two_devices_is_refused() -> None:
     first, last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
     last.weight = first.weight

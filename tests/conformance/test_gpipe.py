@@ -115,6 +115,26 @@ def test_a_missing_balance_or_wrong_sum_is_refused_and_automatic_balancing_named
         GPipe(linears(1, 1, 1)[:3], balance, devices=["cpu"] * 3)
 
 
+def test_layers_on_their_devices_need_no_balance() -> None:
+    layers = [nn.ReLU(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2).to("meta")]
+    model = GPipe(nn.Sequential(*layers, nn.Tanh()), chunks=2)
+    assert (model.balance, model.devices) == ([4, 2], [torch.device("cpu"), torch.device("meta")])
+    output = model(torch.rand(5, 3))
+    assert (output.shape, output.device.type) == ((5, 2), "meta")
+
+
+def test_a_layer_on_two_devices_is_refused() -> None:
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    with pytest.raises(ValueError, match="layer '1' is on cpu and meta; move it to one device"):
+        GPipe(nn.Sequential(nn.ReLU(), layer))
+
+
+def test_layers_on_one_device_need_a_balance() -> None:
+    for layers in (linears(1, 1, 1), nn.Sequential(nn.ReLU(), nn.Tanh())):
+        with pytest.raises(ValueError, match="balance is required"):
+            GPipe(layers, chunks=2)
+
+
 @pytest.mark.parametrize("balance", [[0, 2], [2, 0], [-1, 3], [0.5, 1.5]])
 def test_a_balance_with_numbers_that_are_not_positive_integers_is_refused(balance: Any) -> None:
     with pytest.raises(ValueError, match="all balance numbers must be positive integers"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import autopipe
 import pipetransformer
 
 TESTS = Path(__file__).parent
+MODULES = {
+    "balance": ("balance_by_size", "balance_by_time"),
+    "skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
+}
 
 
 def test_every_test_that_the_conformance_list_names_exists() -> None:
@@ -29,9 +34,11 @@ def test_every_line_of_the_conformance_list_names_a_test_or_says_why_not() -> No
 
 
 def test_documented_names_are_where_the_manual_has_them() -> None:
-    for name in ("GPipe", "balance", "skip", "is_checkpointing", "is_recomputing"):
-        assert getattr(pipetransformer, name) is getattr(autopipe, name)
-    for name in ("skippable", "stash", "pop", "Namespace", "verify_skippables"):
-        assert callable(getattr(autopipe.skip, name))
-    assert callable(autopipe.balance.balance_by_time)
-    assert callable(autopipe.balance.balance_by_size)
+    for package in (pipetransformer, autopipe):
+        for name in ("GPipe", "is_checkpointing", "is_recomputing"):
+            assert getattr(package, name) is getattr(autopipe, name)
+        for module, names in MODULES.items():
+            imported = importlib.import_module(f"{package.__name__}.{module}")
+            assert imported is getattr(package, module)
+            for name in names:
+                assert getattr(imported, name) is getattr(getattr(autopipe, module), name)
