@@ -27,6 +27,7 @@ _SECONDS = {
     "nccl": (60, 50),
     "tiers": (45, 20),
     "memory": (40, 14),
+    "gpipe": (90, 40),
 }
 """Of each phase, in the order of their worth, on a GPU and in a rehearsal."""
 

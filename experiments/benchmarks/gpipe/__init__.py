@@ -1,4 +1,5 @@
 """Repeat the experiments of GPipe and torchgpipe, at sizes of choice.
 
-resnet, unet, amoebanet ◄─ __main__: the tables (by runs and memory)
+resnet, unet, amoebanet ◄─ tables ◄─ __main__ (by runs and memory)
+resnet ◄─ transparency: errors in a pipeline and without
 """

@@ -6,6 +6,7 @@ import ctypes
 import platform
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,6 +88,28 @@ def resident_bytes(field_name: str) -> int:
     return int(found[1]) * 1024
 
 
+def memory_row(
+    workload: ModelFamily, experiment: Experiment, *, options: Options, momentum: float
+) -> Row:
+    """Measure one experiment's peak; the model's memory is computed, at the published size too."""
+    training = WarmExperiment(workload, experiment, options, balance=by_size, momentum=momentum)
+    peaks = activation_bytes(training)
+    model_bytes = _bytes_each(momentum) * training.num_parameters
+    published = _bytes_each(momentum) * count_parameters(workload.on_meta(experiment.size))
+    return {
+        "model MiB": model_bytes / MIB,
+        "activations MiB": sum(peaks) / MIB,
+        "total MiB": (model_bytes + sum(peaks)) / MIB,
+        "activations MiB, largest device": max(peaks) / MIB if options.device == "cuda" else None,
+        "published model GiB": published / GIB,
+    }
+
+
+def _bytes_each(momentum: float) -> int:
+    """Return what a parameter takes: itself, its gradient and its momentum."""
+    return 12 if momentum else 8
+
+
 def run_memory(
     name: str,
     workload: ModelFamily,
@@ -100,27 +123,12 @@ def run_memory(
     Args:
         momentum: 0 for 8 bytes a parameter (itself and its gradient), else 12.
     """
-    bytes_each, on_cuda = 12 if momentum else 8, options.device == "cuda"
+    bytes_each = _bytes_each(momentum)
     print_header(options)
     print(
         f"  model: {bytes_each} bytes a parameter; activations: the second step's peak beyond it"
     )
-
-    def measure(experiment: Experiment) -> Row:
-        training = WarmExperiment(
-            workload, experiment, options, balance=by_size, momentum=momentum
-        )
-        peaks = activation_bytes(training)
-        model_bytes = bytes_each * training.num_parameters
-        published_model = bytes_each * count_parameters(workload.on_meta(experiment.size))
-        return {
-            "model MiB": model_bytes / MIB,
-            "activations MiB": sum(peaks) / MIB,
-            "total MiB": (model_bytes + sum(peaks)) / MIB,
-            "activations MiB, largest device": max(peaks) / MIB if on_cuda else None,
-            "published model GiB": published_model / GIB,
-        }
-
+    measure = partial(memory_row, workload, options=options, momentum=momentum)
     rows = [
         described(workload, experiment, options) | row | dict(experiment.published)
         for experiment, row in each_runnable(workload, experiments, options, measure)

@@ -157,15 +157,20 @@ class WarmExperiment:
         num_partitions, chunks = experiment.num_partitions or 1, experiment.num_micro_batches
         self.devices = options.devices(num_partitions)
         images, target = workload.batch(experiment.batch_size, options.scale)
-        model = workload.build(*workload.shrink(experiment.size, options.scale))
+        # A model for one device is drawn there: on the CPU two billion numbers take a minute.
+        with self.devices[0] if num_partitions == 1 else torch.device("cpu"):
+            model = workload.build(*workload.shrink(experiment.size, options.scale))
         self.num_parameters = count_parameters(model)
         self.model: nn.Module = model
         if experiment.num_partitions is None:
             self.model = model.to(self.devices[0])
         else:
+            layers = [len(model)]
+            if num_partitions > 1:
+                layers = balance(num_partitions, model, images, chunks, self.devices[0])
             self.model = GPipe(
                 model,
-                balance(num_partitions, model, images, chunks, self.devices[0]),
+                layers,
                 devices=self.devices,
                 chunks=chunks,
                 checkpoint=experiment.checkpoint,
@@ -173,6 +178,12 @@ class WarmExperiment:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=momentum)
         self.images, self.target = images.to(self.devices[0]), target.to(self.devices[-1])
         self.loss = workload.loss
+
+    def rate(self) -> float:
+        """Take one step; return samples per second."""
+        start = time.perf_counter()
+        self.step()
+        return len(self.images) / (time.perf_counter() - start)
 
     def step(self) -> None:
         """Take one step and wait for it."""
@@ -259,9 +270,7 @@ def run_speed(
     rates: dict[Experiment, list[float]] = {experiment: [] for experiment in running}
     for _ in range(options.num_steps):
         for experiment, training in running.items():
-            start = time.perf_counter()
-            training.step()
-            rates[experiment].append(experiment.batch_size / (time.perf_counter() - start))
+            rates[experiment].append(training.rate())
     rows = []
     for experiment in running:
         row = described(workload, experiment, options)

@@ -9,4 +9,5 @@ equality      one device: against the plain loop, cached, resumed, without races
 memory        a run near the memory limit
 finetuning    a pretrained ViT on images: seconds an epoch, accuracy
 pipelines     two stages that share the device
+gpipe         torchgpipe's models at full size, one partition: rates and memory as published
 """

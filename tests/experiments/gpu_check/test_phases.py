@@ -150,6 +150,19 @@ def test_two_phases_are_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_published_lines_of_one_partition_are_rehearsed(tmp_path: Path) -> None:
+    phase = rehearse(tmp_path, "--only", "gpipe", "--seconds", "300")["gpipe"]
+    assert [line["name"].split(",")[0] for line in phase["lines"]] == [
+        *["unet_speed"] * 2, *["resnet101_speed"] * 2, *["amoebanetd_speed"] * 3,
+        *["unet_memory"] * 2, *["amoebanetd_memory"] * 2,
+    ]  # fmt: skip
+    figures = phase["lines"][1]["figures"]
+    assert figures["torchgpipe /s"] == "24.456" and figures["samples_per_s"] > 0
+    figures = phase["lines"][-1]["figures"]
+    assert figures["torchgpipe activations"] == "0.91 GiB" and figures["activations MiB"] > 0
+
+
+@pytest.mark.slow
 def test_all_phases_are_rehearsed(tmp_path: Path) -> None:
     phases = rehearse(tmp_path, "--seconds", "900")
     timed = [line for line in phases["loops"]["lines"] if line["of_ideal"] is not None]
