@@ -64,6 +64,7 @@ class CacheStats:
 
     Attributes:
         hits, upgrades, misses: samples, each counted as one of them.
+        ahead: samples computed for fetches to come, which then count them as hits.
         seconds: reading rows and moving them to the device, running layers (on CUDA, launching
             them) and writing rows, but not loading from the dataset.
     """
@@ -72,18 +73,24 @@ class CacheStats:
     upgrades: int = 0
     misses: int = 0
     seconds: float = 0.0
+    ahead: int = 0
 
-    def count(self, found: Tensor, depth: int) -> None:
-        """Count samples by the depths at which their rows were found."""
-        depths = found.tolist()
+    def count(self, found: Tensor, depth: int, num: int | None = None) -> None:
+        """Count samples by the depths at which their rows were found.
+
+        Args:
+            num: how many are of this fetch, the first ones; None is all.
+        """
+        depths = found[:num].tolist()
+        self.ahead += int((found[len(depths) :] < depth).sum())
         hits, misses = depths.count(depth), depths.count(0)
         self.hits += hits
         self.upgrades += len(depths) - hits - misses
         self.misses += misses
 
     def __add__(self, other: CacheStats) -> CacheStats:
-        counts = self.hits + other.hits, self.upgrades + other.upgrades, self.misses + other.misses
-        return CacheStats(*counts, self.seconds + other.seconds)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return CacheStats(*(mine + theirs for mine, theirs in pairs))
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -178,7 +185,7 @@ class PrefixCache:
         usable = self._read(self._filled_up(own, later, depth), num, depth)
         usable, loaded = self._load_samples(usable, load)
         entries = self._computed(usable, loaded, num, depth, keeps=keeps)
-        self._stats.count(usable.samples.found[:num], depth)
+        self._stats.count(usable.samples.found, depth, num)
         return self._content.first(entries, num)
 
     def read_hits(

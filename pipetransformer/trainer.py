@@ -394,7 +394,6 @@ class Trainer:
             rows = self._parts.row_budget()
             self._log.start(
                 self._elastic.clock(),
-                self._elastic.planner.profile,
                 rows=rows,
                 saved_share=self._parts.saved_share(rows),
                 unused=self._feed.unused_columns() if self.world.is_main else (),

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain, islice
 from typing import Any, final
 
@@ -39,6 +41,7 @@ from pipetransformer.loop.rows import (
     settings_of_parts,
 )
 from pipetransformer.model import refuse_no_module, refuse_wrapper
+from pipetransformer.report import SavedTime
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -155,6 +158,7 @@ class CachedLoop:
         self._model, self._freezes, self._settings = model, freezes, dict(settings)
         self._num_begun = self.num_frozen = 0
         self._rows: RowService | None = None
+        self._saved = SavedTime()
         self._evaluations = EvaluationRows(model, self._settings)
         self._within: object = None  # An epoch that has begun, and not ended.
         self._is_closed = self._has_told = False
@@ -285,12 +289,23 @@ class CachedLoop:
         self._evaluations.end()  # One may have been left, and its iterator kept.
         own = self._within = object()
         try:
-            yield from self._served(loader)
+            with closing(self._served(loader)) as batches:
+                yield from self._timed(batches)
         finally:
             if self._within is own:
                 self._within = None
 
-    def _served(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches; a step is over where the next batch is asked for."""
+        start = time.perf_counter()
+        for batch in batches:
+            yield batch
+            end = time.perf_counter()
+            if (rows := self._rows) is not None:
+                self._saved.add(end - start, 1, depth=rows.num_still, rows=rows.take_stats())
+            start = end
+
+    def _served(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         if isinstance(self._freezes, EpochPolicy) and self._freezes.dry_run:
             self._ask(self._freezes, loader, None)
             self._num_begun += 1
@@ -404,17 +419,27 @@ class CachedLoop:
         return self._rows
 
     def close(self) -> None:
-        """Have the forward run from its start again, and free the rows; blocks stay frozen."""
-        self._is_closed = True
+        """Have the forward run from its start again, and free the rows; blocks stay frozen.
+
+        An INFO log says what the epochs took, and what freezing and rows saved of it.
+        """
         self._never_begun()
-        self._stop_watching()
+        self._stop_watching("" if self._is_closed else self._took())
+        self._is_closed = True
         self._evaluations.close()
         if self._rows is not None:
             self._rows.close()
 
-    def _stop_watching(self) -> None:
+    def _took(self) -> str:
+        if (rows := self._rows) is None:
+            return ""
+        return self._saved.line(self._saved.seconds, rows.num_of_others)
+
+    def _stop_watching(self, took: str = "") -> None:
         if isinstance(self._freezes, EpochPolicy):
-            self._freezes.close()
+            self._freezes.close(took)
+        elif took and self._rows is not None and self._rows.world.is_main:
+            _LOGGER.info("%s", took)
 
     def __enter__(self) -> CachedLoop:
         return self

@@ -6,14 +6,15 @@ an epoch begins            take_over: the loader gives cached batches
 its first batch is there   let_go: the loader is as it was
 a look at the weights      freeze, and have rows of that depth
 an evaluation              within `evaluating`: it has rows of its own
-training ends              end_rows
+training ends              end_rows, and publish what it took
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -31,6 +32,7 @@ from pipetransformer.loop.rows import (
     check_settings,
     settings_of_parts,
 )
+from pipetransformer.report import SavedTime
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -91,7 +93,8 @@ class ServingObserver(FreezeObserver):
         self._evaluations: EvaluationRows | None = None
         self._evaluated = dict[int, RowService]()
         self._has_told = False
-        self._stats = CacheStats()
+        self._stats, self._num_of_others = CacheStats(), 0
+        self._saved, self._start = SavedTime(), time.perf_counter()
 
     @property
     def stats(self) -> CacheStats:
@@ -100,6 +103,30 @@ class ServingObserver(FreezeObserver):
         A hit is a row that was read, also where the forward then had no use for it.
         """
         return self._stats if self._rows is None else self._rows.stats
+
+    def forget(self) -> None:
+        """Forget a training that was watched before; call it before `begin`."""
+        super().forget()
+        self._saved = SavedTime()
+
+    def end_step(self, step: int) -> None:
+        """Note that `step` steps are done, and what the last one took; see `FreezeObserver`."""
+        end = time.perf_counter()
+        found = CacheStats() if self._rows is None else self._rows.take_stats()
+        depth = 0 if self.dry_run else len(self._since) + bool(self._parts)
+        self._saved.add(end - self._start, 1, depth=depth, rows=found)
+        self._start = end
+        super().end_step(step)
+
+    def end_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note an evaluation's results, for policies; it is no part of a step."""
+        super().end_evaluation(step, metrics)
+        self._start = time.perf_counter()
+
+    def publish(self, took: str = "") -> None:
+        """Watch no more, and log what was seen, and what the training took and saved."""
+        saved = self._saved.line(self._saved.seconds, self._num_of_others)
+        super().publish(took or saved)
 
     def begin_rows(self, model: nn.Module, loader: Any, *, precision: str | None) -> None:
         """Look at a model and the samples that it will train on; freeze its parts. Collective.
@@ -134,6 +161,7 @@ class ServingObserver(FreezeObserver):
     def take_over(self, loader: Any) -> None:
         """Have the epoch that begins now give cached batches."""
         self.let_go()
+        self._start = time.perf_counter()
         # Without rows the trainer's own workers read as ever.
         if self._rows is not None and self._rows.may_ever_serve:
             self._rows.refuse_another(loader)
@@ -213,6 +241,6 @@ class ServingObserver(FreezeObserver):
             self._evaluations.close()
             self._evaluations = None
         if self._rows is not None:
-            self._stats = self._rows.stats
+            self._stats, self._num_of_others = self._rows.stats, self._rows.num_of_others
             self._at_the_end()
             self._rows = None

@@ -4,7 +4,8 @@ run_log           turns steps and transitions into records, progress and lines
 run_sums          what they add up to
 records           records.jsonl, written and read; decisions among them
 progress          the bar
-fit_report        the table at the end, and closing lines
+fit_report        the table at the end
+saved_time        the line at the end: what freezing and rows have saved
 callbacks         events for the user's callbacks
 score             what policies would have frozen in a recorded run, and saved
 page              report.html; sections are its parts
@@ -23,10 +24,11 @@ from pipetransformer.report.records import (
     read_records,
 )
 from pipetransformer.report.run_log import RunLog
+from pipetransformer.report.saved_time import SavedTime
 from pipetransformer.report.score import add_score_parser, recorded_score, score
 
 __all__ = [
     "Callback", "Events", "FitReport", "PAGE_FILE", "RECORDS_FILE", "Record", "RecordedDecision",
-    "RunLog", "add_score_parser", "check_callbacks", "finite", "latest_branch",
+    "RunLog", "SavedTime", "add_score_parser", "check_callbacks", "finite", "latest_branch",
     "read_decisions", "read_records", "recorded_score", "run_is_over", "score", "write_page",
 ]  # fmt: skip

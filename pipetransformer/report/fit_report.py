@@ -1,4 +1,4 @@
-"""Sum up a run in a table, and in closing lines about freezing and the cache."""
+"""Sum up a run in a table, and say why nothing was frozen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class FitReport:
             which this run has no row of a sample that comes.
         cache_misses: samples whose activations were computed, by some or all of its layers.
         cache_upgrades: misses that were read, and computed on by the layers that froze since.
-        cache_spared_s: estimated seconds of forwards that were spared, summed over devices.
         cache_bytes: the most that a node took for activations of training samples.
         metrics, evaluated_at: the last evaluation of the eval_dataset, and the step before it.
         training_loss: mean over the samples of the last epoch, which may be partial.
@@ -41,7 +40,6 @@ class FitReport:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_upgrades: int = 0
-    cache_spared_s: float = 0.0
     cache_bytes: int = 0
     transitions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -92,35 +90,6 @@ class FitReport:
 def _number(value: float | None) -> str:
     """Write four digits; "none" where there is no number."""
     return "none" if value is None else f"{value:.4g}"
-
-
-def cache_line(report: FitReport) -> str:
-    """Write what the cache has spared; "" where nothing was looked up."""
-    if not report.cache_hits + report.cache_misses:
-        return ""
-    upgrades = report.cache_upgrades  # Counted among the misses.
-    others = report.cache_hits_of_others
-    of_others = f" ({others} from rows of other runs)" if others else ""
-    parts = [
-        f"{report.cache_hits} samples read{of_others}",
-        f"{upgrades} read and run through newly frozen layers" if upgrades else "",
-        f"{report.cache_misses - upgrades} computed",
-    ]
-    seconds = report.cache_spared_s
-    spared = f"; about {seconds:.3g} s of forwards spared" if seconds else "; nothing spared"
-    return f"frozen layers' outputs: {', '.join(filter(None, parts))}{spared}"
-
-
-def saved_line(seconds: float, unfrozen_s: float | None) -> str:
-    """Write what a run took beside an unfrozen one, as predicted; "" where nothing predicts it."""
-    if unfrozen_s is None:
-        return ""
-    share = 1 - seconds / unfrozen_s
-    saved = f"{share:.0%} saved" if share > 0 else "nothing saved"
-    return (
-        f"training took {seconds:.3g} s; all of it unfrozen would take about {unfrozen_s:.3g} s, "
-        f"by its unfrozen steps: {saved}"
-    )
 
 
 def nothing_frozen_line(num_asked: int, step: int, reason: str, seen: FreezeContext) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from autodp import Topology
-from autopipe.profile import Profile
 from autopipe.trace import as_bytes
 from freeze import FreezeContext
 from pipetransformer.checkpoint import Saved
@@ -21,7 +20,7 @@ from pipetransformer.config import TrainConfig
 from pipetransformer.elastic import Change, Decision
 from pipetransformer.feed import Clock, RowBudget
 from pipetransformer.processes import World, on_rank_0
-from pipetransformer.report.fit_report import cache_line, nothing_frozen_line, saved_line
+from pipetransformer.report.fit_report import nothing_frozen_line
 from pipetransformer.report.progress import Progress
 from pipetransformer.report.records import RecordListener, Records, decision_fields
 from pipetransformer.report.run_sums import RunSums
@@ -82,7 +81,6 @@ class RunLog:
     def start(
         self,
         clock: Clock,
-        profile: Profile,
         *,
         rows: RowBudget,
         saved_share: float | None = None,
@@ -92,12 +90,11 @@ class RunLog:
 
         Args:
             clock: of the coming step.
-            profile: tells what forwards are spared.
             rows: that a node's cache will have.
             saved_share: of all epochs, by rows; None where that is not known.
             unused: columns of the training set that the model does not take.
         """
-        self.sums.profile, self._num_done = profile, clock.step
+        self._num_done = clock.step
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
         if rows.num_samples:
@@ -115,10 +112,8 @@ class RunLog:
             return
         self._is_finished = True
         self._record("end", self._num_done)
-        self.say(cache_line(self.report))
+        self.say(self.sums.saved_line())
         has_frozen = self._has_frozen or any(one["frozen"] for one in self.report.transitions)
-        if has_frozen:
-            self.say(saved_line(self.report.seconds, self.sums.unfrozen_run_s()))
         if self._freezes and not has_frozen and self._last_asked is not None:
             self.say(nothing_frozen_line(self._num_asked, *self._last_asked))
         self._progress.close(is_whole=True)
@@ -142,7 +137,7 @@ class RunLog:
         shape = self._shape(decision)
         self.sums.add_step(result, decision, shape, num_samples)
         if self._config.cache_keep and clock.epoch == 0:
-            self.report.cache_hits_of_others += result.cache_hits
+            self.report.cache_hits_of_others += result.cache_hits - result.cache_ahead
         if self._records is not None:
             self._records.log(
                 "step",

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from autocache import CacheStats
 from autodp import gather_json
-from autopipe.profile import Profile
 from pipetransformer.elastic import Change, Decision
 from pipetransformer.processes import World
 from pipetransformer.report.fit_report import FitReport
+from pipetransformer.report.saved_time import SavedTime
 from pipetransformer.stage import StepResult
 
 
@@ -19,17 +20,13 @@ class RunSums:
 
     Attributes:
         report: the whole run's.
-        profile: tells what forwards are spared; set before the first step.
     """
-
-    profile: Profile
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._samples, self._loss = 0, 0.0
-        self._depth_before = 0
-        self._unfrozen_s, self._unfrozen_samples, self._is_first = 0.0, 0, True
+        self._saved = SavedTime()
         self.report = FitReport()
 
     def add_step(
@@ -37,20 +34,16 @@ class RunSums:
     ) -> None:
         """Count a training step, of so many samples of all replicas."""
         report, upgrades = self.report, result.cache_upgrades
-        # A process's first step also warms up.
-        if not (decision.num_frozen or decision.resting or self._is_first):
-            self._unfrozen_s += result.seconds
-            self._unfrozen_samples += num_samples
-        self._is_first = False
+        rows = CacheStats(result.cache_hits, upgrades, result.cache_misses - upgrades)
+        rows.ahead = result.cache_ahead
+        # Layers that rest have no rows: a depth of their own, below 0.
+        depth = decision.num_frozen or -len(decision.resting)
+        self._saved.add(result.seconds, num_samples, depth=depth, rows=rows)
         report.seconds += result.seconds
         report.samples += num_samples
         report.cache_hits += result.cache_hits
         report.cache_misses += result.cache_misses
         report.cache_upgrades += upgrades
-        if result.cache_hits:
-            report.cache_spared_s += result.cache_hits * self._forward_s(decision.num_frozen)
-        if upgrades:
-            report.cache_spared_s += upgrades * self._forward_s(self._depth_before)
         for category, spent_s in result.breakdown.items():
             self._spent[category] += spent_s
         self._spent["data"] -= result.stats.seconds
@@ -61,17 +54,13 @@ class RunSums:
         report.frozen, report.length = shape["frozen"], shape["length"]
         report.replicas = shape["replicas"]
 
-    def unfrozen_run_s(self) -> float | None:
-        """Predict the seconds of an unfrozen run, by its unfrozen steps; None without any."""
-        if not self._unfrozen_samples:
-            return None
-        return self._unfrozen_s / self._unfrozen_samples * self.report.samples
+    def saved_line(self) -> str:
+        """Write what the run took and saved; "" where nothing was frozen."""
+        return self._saved.line(self.report.seconds, self.report.cache_hits_of_others)
 
     def add_change(self, change: Change) -> float:
         """Count a decision and its transition; return the seconds of deciding alone."""
         before = change.before
-        if before is not None and before.num_frozen < change.decision.num_frozen:
-            self._depth_before = before.num_frozen
         # The start's seconds are setup, and not the run's.
         spent_s = change.observe_s + (change.seconds if before else 0.0)
         self.report.seconds += spent_s
@@ -101,20 +90,13 @@ class RunSums:
         self._samples, self._loss = 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank 0's part of the unfinished epoch and of unfrozen steps, as plain values."""
+        """Return rank 0's part of the unfinished epoch and of steps' times, as plain values."""
         sums = {"samples": self._samples, "loss": self._loss}
-        unfrozen = {"seconds": self._unfrozen_s, "samples": self._unfrozen_samples}
-        return {"spent": dict(self._spent), **sums, "unfrozen": unfrozen}
+        return {"spent": dict(self._spent), **sums, "saved": self._saved.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`, with rank 0's times on every rank."""
         self._spent = defaultdict(float, state["spent"])
         self._samples, self._loss = state["samples"], state["loss"]
-        unfrozen = state.get("unfrozen", {"seconds": 0.0, "samples": 0})  # Older ones lack it.
-        self._unfrozen_s, self._unfrozen_samples = unfrozen["seconds"], unfrozen["samples"]
-
-    def _forward_s(self, num_frozen: int) -> float:
-        """Return the measured seconds of a forward through the frozen layers, per sample."""
-        profile = self.profile
-        costs = [one.forward_s[-1] for one in profile.sublayers if one.layer < num_frozen]
-        return sum(costs) / profile.batch_sizes[-1]
+        if "saved" in state:  # Older ones lack it.
+            self._saved.load_state_dict(state["saved"])

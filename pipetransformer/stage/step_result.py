@@ -33,6 +33,7 @@ class StepResult:
         stats: of this rank's cache.
         cache_hits, cache_misses: samples of all replicas whose activations were read, or computed.
         cache_upgrades: those misses of which a lower layer's activations were read.
+        cache_ahead: samples computed for steps to come, which count them as hits.
     """
 
     numbers: Numbers
@@ -43,6 +44,7 @@ class StepResult:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_upgrades: int = 0
+    cache_ahead: int = 0
 
     @classmethod
     def of(
@@ -56,9 +58,8 @@ class StepResult:
     ) -> StepResult:
         """Report a step of which all ranks told `sums`; what `spent_s` leaves is "other"."""
         breakdown = {**spent_s, "other": seconds - sum(spent_s.values())}
-        hits, misses, upgrades = map(int, (sums.hits, sums.misses, sums.upgrades))
-        stops = sums.stops > 0
-        return cls(numbers, seconds, breakdown, stops, stats, hits, misses, upgrades)
+        counts = map(int, (sums.hits, sums.misses, sums.upgrades, sums.ahead))
+        return cls(numbers, seconds, breakdown, sums.stops > 0, stats, *counts)
 
     @property
     def is_known(self) -> bool:
@@ -97,7 +98,7 @@ class StepSums:
         wrong: ranks that found something wrong.
         stops: ranks that ask to end the run.
         squares: the gradient's squared norm, where it is not summed at once.
-        hits, misses, upgrades: samples; see `StepResult`.
+        hits, misses, upgrades, ahead: samples; see `StepResult`.
     """
 
     loss: float = 0.0
@@ -111,6 +112,7 @@ class StepSums:
     hits: float = 0.0
     misses: float = 0.0
     upgrades: float = 0.0
+    ahead: float = 0.0
 
     def as_list(self) -> list[float]:
         return [*map(float, vars(self).values())]

@@ -330,6 +330,7 @@ class TrainWork(LayerWork):
             hits=stats.hits,
             misses=stats.misses + stats.upgrades,
             upgrades=stats.upgrades,
+            ahead=stats.ahead,
             **others,
         )
 

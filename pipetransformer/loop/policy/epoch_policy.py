@@ -58,10 +58,10 @@ class EpochPolicy(FreezeObserver):
         self._end_last()
         return self.look(self._step, epoch=epoch)
 
-    def close(self) -> None:
-        """Watch no more, and say what was seen."""
+    def close(self, took: str = "") -> None:
+        """Watch no more, and say what was seen, and what the loop took."""
         if self._handles:
-            self.publish()
+            self.publish(took)
         for handle in self._handles:
             handle.remove()
         self._handles = []

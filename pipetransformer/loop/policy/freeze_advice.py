@@ -52,14 +52,19 @@ class FreezeAdvice:
             if look.num_frozen != before
         )
 
-    def __str__(self) -> str:
+    @property
+    def course(self) -> str:
+        """Return what froze when."""
         if not self.looks:
             return "no advice yet: the policy was not asked"
         last, would = self.looks[-1], "would have frozen" if self.dry_run else "froze"
         if not self.changes:
             return f"no layer {would} by step {last.step}: {last.reason}"
         when = ", ".join(f"{number} after step {step}" for step, number in self.changes)
-        text = f"of {self.num_layers} layers {would}: {when}"
+        return f"of {self.num_layers} layers {would}: {when}"
+
+    def __str__(self) -> str:
+        text = self.course
         if self.costs is None or not self.num_frozen:
             return text
         plain, cached = (self.costs.saved_share(self.num_frozen, cached=c) for c in (False, True))

@@ -203,12 +203,17 @@ class FreezeObserver:
         self._metrics |= metrics
         self._evaluated_at = step
 
-    def publish(self) -> None:
-        """Watch no more, and log what was seen, if anything; a dry run's as a warning."""
+    def publish(self, took: str = "") -> None:
+        """Watch no more, and log what was seen, if anything; a dry run's as a warning.
+
+        Args:
+            took: says what the training took, in the place of what steps were predicted to take.
+        """
         self._stop_timing()
-        if self._looks and _is_first_rank():
+        seen = (self.advice.course if took else str(self.advice)) if self._looks else ""
+        if (seen or took) and _is_first_rank():
             level = logging.WARNING if self.dry_run else logging.INFO
-            _LOGGER.log(level, "%s", self.advice)
+            _LOGGER.log(level, "%s", "; ".join(filter(None, (seen, took))))
 
     @property
     def advice(self) -> FreezeAdvice:

@@ -68,6 +68,7 @@ class RowService:
     Attributes:
         sees_first: whether a loop's first batch is yet to show what the model is given. Until the
             next one blocks freeze without rows.
+        num_of_others: hits by rows that another run has kept.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class RowService:
             self._released = ReleasedParts(known.parts, models, folder)
         self._new_calls, self.sees_first = list[LoopCall](), False
         self._stats, self._num_frozen = CacheStats(), -1
+        self._new_stats, self.num_of_others, self._has_filled = CacheStats(), 0, False
         # What is shown of the model is of parts where so many blocks are frozen.
         self._parts: FrozenParts | None = None
         self._shown_for = 0
@@ -280,6 +282,11 @@ class RowService:
     @property
     def depth(self) -> int:
         return self.feed.prefix.depth
+
+    @property
+    def num_still(self) -> int:
+        """Return a number that tells what is frozen: blocks, and one more for named parts."""
+        return max(0, self._num_frozen) + bool(self.part_weights)
 
     @property
     def may_serve(self) -> bool:
@@ -480,6 +487,7 @@ class RowService:
 
     def fill(self) -> None:
         """Compute the rows that samples lack, of this process' share. Collective."""
+        self._has_filled = True
         config, num = self.task.config, self._place.num_samples
         num_own, rank, step = -(-num // self.world.size), self.world.rank, self.world.size
         # All have as many; the last ones may have the first samples, too.
@@ -499,6 +507,7 @@ class RowService:
                     self.made(batch)
                     bar.update(len(batch))
                     bar.set_postfix_str(f"{self.num_bytes / 2**20:.0f} MiB", refresh=False)
+        self.take_stats()  # They are of no step.
         self.release()
 
     def release(self) -> None:
@@ -527,6 +536,12 @@ class RowService:
         self._note_stats()
         return self._stats
 
+    def take_stats(self) -> CacheStats:
+        """Return the cache's counts and times since the last call, forgotten or not."""
+        self._note_stats()
+        stats, self._new_stats = self._new_stats, CacheStats()
+        return stats
+
     def forget_stats(self) -> None:
         """Begin to count anew."""
         self._note_stats()
@@ -534,7 +549,12 @@ class RowService:
 
     def _note_stats(self) -> None:
         # A cache of another depth begins to count anew.
-        self._stats += self.feed.take_stats()
+        taken, config = self.feed.take_stats(), self.task.config
+        self._stats += taken
+        self._new_stats += taken
+        # What is read the first time around was there before, unless it was computed ahead.
+        if config.cache_keep and not self._has_filled and self.epoch < (config.cache_views or 1):
+            self.num_of_others += taken.hits - taken.ahead
 
     def close(self) -> None:
         """Give the model its own forward back, and free the rows."""
