@@ -98,6 +98,13 @@ def test_without_extras_the_library_imports_and_its_command_explains_itself(
     assert "plan" in said and "report" in said
 
 
+def test_without_extras_the_notebook_runs(installed: Installed) -> None:
+    runner = shutil.copy(ROOT / "tests/examples/notebook.py", installed.elsewhere)
+    held = Path(shutil.copy(ROOT / "examples/freeze_and_cache.ipynb", installed.elsewhere))
+    installed.run("python", runner, held)
+    assert "losses are equal in every bit" in held.read_text()
+
+
 def test_with_the_extras_it_names_the_readme_s_first_program_runs(installed: Installed) -> None:
     (extras,) = re.findall(r"`pip install '\.\[([\w,]+)\]'`", (ROOT / "README.md").read_text())
     installed.install(*extras.split(","))
