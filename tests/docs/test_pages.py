@@ -106,7 +106,8 @@ def test_the_module_of_the_page_on_planning_gets_a_plan(
 
 
 def test_a_test_runs_every_page_that_has_a_program() -> None:
-    tests = (ROOT / "tests/test_readme.py").read_text() + Path(__file__).read_text()
+    files = (ROOT / "tests/test_readme.py", *Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text() for path in files)
     with_programs = {page for page in PAGES if blocks(page, "python")}
     assert [page for page in sorted(with_programs) if Path(page).stem not in tests] == []
 
