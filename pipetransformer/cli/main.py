@@ -43,7 +43,10 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "score": (add_score_parser, "say what freeze policies would have frozen in a run, and saved"),
     "export": (add_export_parser, "turn a checkpoint into a folder that other programs load"),
     "cache": (add_cache_parser, "list, check or remove rows that runs have kept"),
-    "demo": (add_demo_parser, "fine-tune a small ViT, frozen and not, in four minutes"),
+    "demo": (
+        add_demo_parser,
+        "fine-tune a small ViT in a loop, and elastically, in three minutes",
+    ),
 }
 
 

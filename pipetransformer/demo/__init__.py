@@ -1,6 +1,7 @@
-"""Show the framework at work in four minutes: `pipetransformer demo`.
+"""Show the framework at work in three minutes: `pipetransformer demo`.
 
-command ─┬─► runs      the donor, nothing frozen, the elastic run, and a plain loop by hand
+command ─┬─► loops     a loop of one's own, with two lines more, and from kept rows
+         ├─► runs      the donor, nothing frozen, the elastic run, and a plain loop by hand
          └─► results   what each run came to, and the table
                        digits, the model and its data, is under them
 """

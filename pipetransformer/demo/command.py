@@ -1,4 +1,4 @@
-"""Offer `pipetransformer demo`: fine-tune a ViT on real scans in three ways, and compare."""
+"""Offer `pipetransformer demo`: fine-tune a ViT on real scans, in loops and elastically."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
-from pipetransformer.demo.results import TITLES, Result, table
+from pipetransformer.demo.loops import train_in_loops
+from pipetransformer.demo.results import LOOPS, TITLES, Result, table
 from pipetransformer.demo.runs import (
     NUM_SLOTS,
     DemoSettings,
@@ -66,23 +67,27 @@ def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
     if not settings.donor.exists():
         say(f"donor: a ViT learns the digits 0-4, kept in {settings.donor}")
         launch(train_donor, (settings,), num_slots=NUM_SLOTS, start_method="forkserver")
+    say("\nloops: 6 of 8 blocks frozen, without rows, with two lines more, and from kept rows")
+    _launch_alone(train_in_loops, (settings,))
     for name, (title, _) in TITLES.items():
         say(f"\n{name}: {title}, digits 0-9, {settings.epochs} epochs")
-        is_plain = name == "plain"  # One process takes all cores.
-        launch(
-            train_by_hand if is_plain else train_here,
-            (settings, name),
-            num_slots=1 if is_plain else NUM_SLOTS,
-            cores_per_slot=len(os.sched_getaffinity(0)) if is_plain else 1,
-            start_method="forkserver",
-        )
+        if name == "plain":
+            _launch_alone(train_by_hand, (settings, name))
+        else:
+            launch(train_here, (settings, name), num_slots=NUM_SLOTS, start_method="forkserver")
     say(f"\n{write_results(settings)}")
+
+
+def _launch_alone(train: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    """Run in one process, which takes all cores."""
+    cores = len(os.sched_getaffinity(0))
+    launch(train, arguments, num_slots=1, cores_per_slot=cores, start_method="forkserver")
 
 
 def write_results(settings: DemoSettings) -> str:
     """Write summary.json and two runs' pages into the folder; return what they say."""
     folder = Path(settings.folder)
-    results = {name: Result.read(settings.folder_of(name)) for name in TITLES}
+    results = {name: Result.read(settings.folder_of(name)) for name in (*LOOPS, *TITLES)}
     summary = {name: asdict(result) for name, result in results.items()}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     pages = [settings.folder_of(name) for name in ("elastic", "unfrozen")]
