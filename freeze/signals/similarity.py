@@ -39,15 +39,16 @@ def similarity_change(one: Tensor, other: Tensor) -> float:
     return float((rows[0] - rows[1]).square().sum() / one.numel())
 
 
-def svcca(one: Tensor, other: Tensor, *, kept: float = 0.99) -> float:
+def svcca(one: Tensor, other: Tensor, *, kept: float = 0.99, most: int | None = None) -> float:
     """Return the mean canonical correlation of two Gram matrices' main directions.
 
-    The main directions hold a share `kept` of the variance. With fewer samples than a layer has
-    such directions the result is near 1 whatever was learned: take many samples.
+    The main directions hold a share `kept` of the variance, and are at most `most`. Where they
+    are nearly as many as the samples, the result is near 1 whatever was learned: k random
+    directions of n samples correlate by about sqrt(k / n).
 
     Source: Raghu et al. 2017; the directions of the samples' space follow from the Gram matrix.
     """
-    first, second = _main_directions(one, kept), _main_directions(other, kept)
+    first, second = (_main_directions(gram, kept)[:, :most] for gram in (one, other))
     correlations = torch.linalg.svdvals(first.T @ second).clamp(0, 1)
     return float(correlations.mean())
 

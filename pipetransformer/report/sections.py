@@ -245,8 +245,14 @@ def similarities(looks: Mapping[int, Mapping[int, Tensor]]) -> dict[int, list[fl
     *_, last = looks.values()
     # A file's layers are sorted as text, "10" before "2", and lack those that were always frozen.
     layers = range(max(last) + 1)
+    # Outputs have more numbers than the probe has samples, so that 99 % of their variance takes
+    # nearly all directions there are: any two layers would agree.
+    most = max(1, len(next(iter(last.values()))) // 4)
     return {
-        step: [svcca(grams[i], last[i]) if i in grams and i in last else None for i in layers]
+        step: [
+            svcca(grams[i], last[i], most=most) if i in grams and i in last else None
+            for i in layers
+        ]
         for step, grams in looks.items()
     }
 

@@ -50,6 +50,13 @@ def test_svcca_is_that_of_singular_vectors() -> None:
     )
 
 
+def test_svcca_of_a_quarter_of_the_directions_tells_unrelated_wide_outputs_apart() -> None:
+    one, other = (gram(activations(seed, features=500, samples=64)) for seed in (0, 1))
+    assert svcca(one, other) > 0.95  # 62 of the 63 directions that 64 centred samples have.
+    assert svcca(one, other, most=16) < 0.6
+    assert svcca(one, one, most=16) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_gram_of_small_numbers_does_not_overflow(dtype: torch.dtype) -> None:
     large = torch.full((2, 3, 4), 200.0, dtype=dtype)
