@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from autopipe.cluster.kernel_counts import Kernel, SublayerKernels, count_bytes, count_kernels
-from autopipe.profile import LinkCost, Profile, ProfiledSublayer, RingCost, SublayerCost, unshared
+from autopipe.profile import (
+    MICRO_BATCH_S,
+    LinkCost,
+    Profile,
+    ProfiledSublayer,
+    RingCost,
+    SublayerCost,
+    unshared,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -245,6 +253,7 @@ def modelled_profile(
         node_link=cluster.node_link,
         all_reduce=RingCost(cluster.link, cluster.node_link),
         cache_bytes_per_s=cluster.cache_bytes_per_s,
+        micro_batch_s=MICRO_BATCH_S,
     )
 
 

@@ -251,17 +251,23 @@ class StepModel:
         ]
         # Stage 0 also sends targets to the last stage.
         targets_s = links[-1].overhead_s if links else 0.0
+        # What each micro-batch costs besides is the larger, the more of them there are.
+        python_s = self._profile.micro_batch_s / 2
         return StageTimes(
             forward_s=tuple(
                 tuple(
                     factors[stage] * (forward[last] - forward[first])
                     + targets_s * (stage in (0, last_stage))
+                    + python_s
                     for forward, _ in work
                 )
                 for stage, (first, last) in enumerate(pairwise(split))
             ),
             backward_s=tuple(
-                tuple(factors[stage] * (backward[last] - backward[first]) for _, backward in work)
+                tuple(
+                    factors[stage] * (backward[last] - backward[first]) + python_s
+                    for _, backward in work
+                )
                 for stage, (first, last) in enumerate(pairwise(split))
             ),
             transfer_s=tuple(

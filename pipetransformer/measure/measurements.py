@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autodp import broadcast_json, gather_json
 from autopipe.profile import (
+    MICRO_BATCH_S,
     MeasuredChain,
     Profile,
     ProfiledSublayer,
@@ -97,6 +98,7 @@ def measure(
             timeout_s=task.config.setup_timeout_s,
         ),
         uncertainty=statistics.median(map(uncertainty, timed.rounds_s)),
+        micro_batch_s=MICRO_BATCH_S,
         **messages,
         **samples,
         **measure_rows(task.config.cache_folders[-1], world.device),

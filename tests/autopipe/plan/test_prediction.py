@@ -112,6 +112,19 @@ def test_uneven_micro_batches_are_timed_by_their_own_sizes() -> None:
     assert micro_batch_sizes(7, 3) == (3, 2, 2)
 
 
+def test_each_micro_batch_costs_its_stage_a_time_of_its_own() -> None:
+    def step_s(num_micro_batches: int, micro_batch_s: float) -> float:
+        return predict(
+            uniform(1, micro_batch_s=micro_batch_s),
+            request(1, global_batch=8),
+            boundaries=(0, 1),
+            num_micro_batches=num_micro_batches,
+            schedule="gpipe",
+        ).predicted_step_s
+
+    assert [step_s(count, 0.5) - step_s(count, 0.0) for count in (1, 4)] == [0.5, 2.0]
+
+
 def test_step_ends_with_the_all_reduce_and_the_optimizer_of_the_largest_stage() -> None:
     model = uniform(
         3, optimizer_s_per_byte=0.01, step_overhead_s=5.0, all_reduce=sums(0.25, 100.0)
