@@ -69,7 +69,8 @@ def cpu_by_threads(
         for count in counts:
             blocks = nn.Sequential(*(Block(_WIDTH, 2, qkv_bias=True) for _ in range(12)))
             balance = [12 // length + (part < 12 % length) for part in range(length)]
-            pipe = GPipe(blocks, balance, devices=["cpu"] * length, chunks=count)
+            devices = ["cpu"] * length
+            pipe = GPipe(blocks, balance, devices=devices, chunks=count, checkpoint="never")
             ways[length, count] = partial(_forward_backward, pipe, hidden)
     return _cpu_s(ways)
 

@@ -2,7 +2,8 @@
 
 The published system: GPipe, K by Algorithm 1, M by the throughput table, a batch of 400 a
 pipeline, so that the global batch grows with R; the frozen layers' forward on the first device,
-ahead of the pipeline and in one piece, as Algorithm 1 pipelines only the active layers.
+ahead of the pipeline and in one piece, as Algorithm 1 pipelines only the active layers. One
+process drives a pipeline, so that all its launches add up: by micro-batch, and by active layer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from experiments.published.setting import (
     BATCH,
     CACHE_FROM,
     CLUSTER,
+    HOST_S,
+    NUM_LAYERS,
     NUM_SAMPLES,
     SPEED_UPS,
     TRANSITION_S,
@@ -77,6 +80,7 @@ class PublishedSystem:
         frozen_cost: Algorithm 1's lambda; 0 gives the paper's K.
         micro_batches_per_stage: M / K; None takes the tables' best.
         cache_read_s: of a sample; None takes the frozen forward of CACHE_FROM layers.
+        host_s: of a micro-batch through all layers, in the process that drives the pipeline.
     """
 
     profile: Profile
@@ -84,6 +88,7 @@ class PublishedSystem:
     frozen_cost: float = 0.0
     micro_batches_per_stage: int | None = None
     cache_read_s: float | None = None
+    host_s: float = HOST_S
 
     def run(self, parts: Parts, frozen: Sequence[int] | None = None) -> list[Epoch]:
         """Simulate a run; `frozen` has its frozen layers by epoch."""
@@ -122,13 +127,14 @@ class PublishedSystem:
             length * replicas, slots, BATCH * replicas, num_frozen, prefix_cached_s=0.0
         )
         cuts = published_split(self.profile, num_frozen, length, frozen_cost=self.frozen_cost)
-        return predict(
+        step_s = predict(
             replace(self.profile, all_reduce=RingCost(CLUSTER.link, CLUSTER.node_link)),
             request,
             boundaries=cuts,
             num_micro_batches=count,
             schedule="gpipe",
         ).predicted_step_s
+        return step_s + _host_s(self.host_s, length, count) * (1 - num_frozen / NUM_LAYERS)
 
     def _prefix_s(self, before: int, num_frozen: int, *, cached: bool) -> float:
         """Return the seconds of a batch's frozen layers, on one device and in one piece.
@@ -145,10 +151,22 @@ class PublishedSystem:
         return min(whole_s, read_s + self.profile.prefix_s(num_frozen, BATCH, above=before))
 
 
-def published_system(profile: Profile) -> PublishedSystem:
+def published_system(profile: Profile, *, host_s: float = HOST_S) -> PublishedSystem:
     """Profile the throughputs, once for each K, as the published system does at its start."""
-    tables = {length: throughput_table(profile, START, length) for length in (8, 4, 2, 1)}
-    return PublishedSystem(profile, tables)
+    batch = START.global_batch
+    tables = {
+        length: {
+            count: batch / (batch / rate + _host_s(host_s, length, count))
+            for count, rate in throughput_table(profile, START, length).items()
+        }
+        for length in (8, 4, 2, 1)
+    }
+    return PublishedSystem(profile, tables, host_s=host_s)
+
+
+def _host_s(micro_batch_s: float, length: int, count: int) -> float:
+    """Return the seconds that a step takes longer because one process drives all its stages."""
+    return micro_batch_s * count if length > 1 else 0.0
 
 
 def total_s(epochs: Sequence[Epoch]) -> float:
