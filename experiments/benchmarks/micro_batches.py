@@ -87,7 +87,7 @@ def _small_vit() -> nn.Module:
 
 def _plain_step(images: torch.Tensor, labels: torch.Tensor) -> Callable[[int], None]:
     model = _small_vit()
-    optimizer = adamw(1e-4)(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(count: int) -> None:
         for some, classes in zip(images.chunk(count), labels.chunk(count), strict=True):

@@ -115,7 +115,8 @@ def _section_html(index: int, section: Section) -> str:
         for number in range(len(section.figures))
     )
     heading = f'<h2 id="section-{index}">{escape(section.title)}</h2>'
-    return f"<section>{heading}{notes}{figures}{_table_html(section.table)}</section>\n"
+    figures, table = section.picture + figures, _table_html(section.table)
+    return f"<section>{heading}{notes}{figures}{table}</section>\n"
 
 
 def _table_html(rows: Rows) -> str:

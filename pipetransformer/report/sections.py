@@ -22,6 +22,7 @@ from autopipe.trace import as_bytes
 from freeze.signals import svcca
 from pipetransformer.config import EVALUATION_FIELDS
 from pipetransformer.elastic import PROBE_FOLDER, read_looks
+from pipetransformer.report.picture import moving_picture
 from pipetransformer.report.records import Record, epochs_of, finite, of_kind
 
 Figure = dict[str, Any]
@@ -37,12 +38,14 @@ class Section:
     Args:
         notes: sentences above its figures; they say what is missing.
         table: rows below them, the header first.
+        picture: SVG of ours above the figures, which holds no text of users.
     """
 
     title: str
     notes: tuple[str, ...] = ()
     figures: tuple[Figure, ...] = ()
     table: Rows = ()
+    picture: str = ""
 
 
 def sections_of(records: list[Record], folder: Path) -> list[Section]:
@@ -124,7 +127,8 @@ def _pipelines(records: list[Record]) -> Section:
         | {"mode": "lines", "line": {"shape": "hv"}}
         for field, name in names.items()
     ]
-    return Section(title, (), (_figure("", *lines, x="seconds since the start"),), table)
+    figure = _figure("", *lines, x="seconds since the start")
+    return Section(title, (), (figure,), table, moving_picture(records) if has_pipeline else "")
 
 
 def is_pipeline(records: list[Record]) -> bool:
