@@ -1,1 +1,1 @@
-"""State and simulate the published experiment: setting ─► runs ─► ablation."""
+"""State and simulate the published experiment: setting ─► runs ─► ablation; convergence: its figure 2."""
