@@ -1,7 +1,8 @@
-"""Draw how similar each layer's outputs are to those of a run's last look, as figure 2 of the post.
+"""Draw how similar each layer's outputs are to those of a run's last look, as the post's figure 2.
 
-    python -m experiments.vit --recipe cifar10 --data cifar10_jpeg.npz --weights model.safetensors \\
-        --freeze none --signals probe_change --freeze_interval_share 0.05 --output_dir runs/looks
+    python -m experiments.vit --recipe cifar10 --data cifar10_jpeg.npz \\
+        --weights model.safetensors --freeze none --signals probe_change \\
+        --freeze_interval_share 0.05 --output_dir runs/looks
     python -m experiments.published.convergence runs/looks --picture looks.png
 
 The numbers are those that report.html draws: SVCCA of as many directions as samples can tell.

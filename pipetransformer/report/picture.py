@@ -61,7 +61,8 @@ def moving_picture(records: Sequence[Record]) -> str:
     begins = _begins(seconds)
     num_devices = max(phase.length * phase.replicas for phase in phases)
     most = max(phase.boundaries[-1] for phase in phases)
-    rules, shapes = [], []
+    rules: list[str] = []
+    shapes: list[str] = []
 
     def moved(shape: str, rows: list[str]) -> None:
         name = f"run-{len(rules)}"
