@@ -37,7 +37,7 @@ from pipetransformer import Trainer, adamw
 
 BATCH = 48
 _WIDTH = 16
-_ROUNDS, _WARM_UP = 28, 4
+_ROUNDS, _FEW_ROUNDS, _WARM_UP = 28, 6, 2
 
 
 def cpu_by_count(counts: Sequence[int] = (1, 12, 24, BATCH)) -> dict[int, tuple[float, float]]:
@@ -55,12 +55,12 @@ def cpu_by_count(counts: Sequence[int] = (1, 12, 24, BATCH)) -> dict[int, tuple[
             )  # fmt: skip
             ways[count, 0] = stack.enter_context(trainer).step
             ways[count, 1] = partial(_plain_step(images[:BATCH], labels[:BATCH]), count)
-        taken = _cpu_s(ways)
+        taken = _cpu_s(ways, _ROUNDS)
     return {count: (taken[count, 0], taken[count, 1]) for count in counts}
 
 
 def cpu_by_threads(
-    lengths: Sequence[int] = (1, 2, 8), counts: Sequence[int] = (8, 16, BATCH)
+    lengths: Sequence[int] = (1, 8), counts: Sequence[int] = (16, BATCH)
 ) -> dict[tuple[int, int], float]:
     """Return the CPU seconds of forward and backward by K and M, of 12 blocks of width 16."""
     hidden = torch.randn(BATCH, 5, _WIDTH, generator=torch.Generator().manual_seed(0))
@@ -72,7 +72,7 @@ def cpu_by_threads(
             devices = ["cpu"] * length
             pipe = GPipe(blocks, balance, devices=devices, chunks=count, checkpoint="never")
             ways[length, count] = partial(_forward_backward, pipe, hidden)
-    return _cpu_s(ways)
+    return _cpu_s(ways, _FEW_ROUNDS)
 
 
 def _forward_backward(model: nn.Module, hidden: torch.Tensor) -> None:
@@ -99,10 +99,12 @@ def _plain_step(images: torch.Tensor, labels: torch.Tensor) -> Callable[[int], N
     return step
 
 
-def _cpu_s(ways: Mapping[tuple[int, int], Callable[[], object]]) -> dict[tuple[int, int], float]:
+def _cpu_s(
+    ways: Mapping[tuple[int, int], Callable[[], object]], num_rounds: int
+) -> dict[tuple[int, int], float]:
     """Return each way's median CPU seconds, of rounds in which all run in turn."""
     taken: dict[tuple[int, int], list[float]] = {name: [] for name in ways}
-    for number in range(_WARM_UP + _ROUNDS):
+    for number in range(_WARM_UP + num_rounds):
         for name, run in ways.items():
             start_s = time.process_time()
             run()
