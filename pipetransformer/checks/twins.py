@@ -90,7 +90,7 @@ class OwnForward:
         is_of_transformers = any(kind.__module__.startswith("transformers.") for kind in kinds)
         answers_loss = self.loss_fn is None and is_of_transformers
         labels = {name: batch[name] for name in model.targets} if answers_loss else {}
-        answer = model.model(*first, **keywords, **labels)
+        answer = model.model(*first, **{**keywords, **labels})
         # With labels some make their loss of no logits, as Liger's forwards do.
         has_output = not labels or getattr(answer, "logits", answer) is not None
         output = output_of(answer if has_output else model.model(*first, **keywords))
