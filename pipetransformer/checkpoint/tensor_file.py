@@ -82,6 +82,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 def _put(part: Tensor, data: bytearray) -> None:
     values = torch.frombuffer(data, dtype=torch.uint8)
-    if part.is_cpu and torch.equal(part.contiguous().view(-1).view(torch.uint8), values):
+    on_host = part.device.type == "cpu"
+    if on_host and torch.equal(part.contiguous().view(-1).view(torch.uint8), values):
         return
     part.copy_(values.view(part.dtype).view(part.shape))
