@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -173,7 +173,14 @@ class Stage:
         intrusion = self._begin_step(looks=looks)
         work = self._train_work(coming, rows, next_ids)
         self._bring_samples(work)
-        report = self._compute(coming, work, recorder, is_usual=not intrusion)
+        report = self._replayed(coming, work, is_usual=recorder is None and not intrusion)
+        if report is None:
+            # Sums over replicas go on beside the last backward, which completes the gradients.
+            arm = None if self.trained.reducer is None else self.trained.reducer.arm
+            with self._looking(work), self._compiled():
+                report = self._launch(work, recorder).run(before_last_backward=arm)
+            work.finish_step()
+            report = self._with_kernels(report, recorder)
         wrong = intrusion or (self._watch.find_written() if looks else "")
         self._has_unseen = not looks
         spent_s = {
@@ -186,23 +193,20 @@ class Stage:
         seconds = time.perf_counter() - start
         return StepResult.of(numbers, sums, work.stats, seconds=seconds, spent_s=spent_s)
 
-    def _compute(
-        self, coming: ComingStep, work: TrainWork, recorder: Recorder | None, *, is_usual: bool
-    ) -> StageReport:
-        """Compute a step's gradients, or by a graph all of it, where nothing is noted of it."""
+    def _replayed(
+        self, coming: ComingStep, work: TrainWork, *, is_usual: bool
+    ) -> StageReport | None:
+        """Run all of a step by a graph, unless something is to be noted of it; None if not."""
         if not work.batches.sizes:  # This replica has no samples.
             return StageReport(0.0, 0.0, 0)
-        graphs, start = self._graphs, time.perf_counter()
-        is_usual = is_usual and recorder is None and not self._probe.is_watching
-        if graphs is not None and is_usual and graphs.run(work, coming):
-            return StageReport(time.perf_counter() - start, 0.0, 1)
-        # Sums over replicas go on beside the last backward, which completes the gradients.
-        arm = None if self.trained.reducer is None else self.trained.reducer.arm
-        looking = nullcontext() if graphs is None else graphs.looking(work)
-        with looking, self._compiled():
-            report = self._launch(work, recorder).run(before_last_backward=arm)
-        work.finish_step()
-        return self._with_kernels(report, recorder)
+        start = time.perf_counter()
+        if self._graphs is None or not is_usual or self._probe.is_watching:
+            return None
+        has_run = self._graphs.run(work, coming)
+        return StageReport(time.perf_counter() - start, 0.0, 1) if has_run else None
+
+    def _looking(self, work: TrainWork) -> AbstractContextManager[None]:
+        return nullcontext() if self._graphs is None else self._graphs.looking(work)
 
     def settle(self) -> None:
         """Look at what steps have left out, and raise as they do."""
