@@ -7,7 +7,7 @@ micro-batch is the last. Here buckets are fixed, and armed for one backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,11 @@ class _Bucket:
                 view.copy_(parameter.grad)
         sums.begin(self._flat)
 
+    def take_back(self, brought: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Give the parameters what this replica brought."""
+        for parameter in self.parameters:
+            parameter.grad = brought[parameter]
+
     def put_back(self) -> dict[nn.Parameter, Tensor | None]:
         """Give the parameters their sums; return what this replica brought."""
         brought = {parameter: parameter.grad for parameter in self.parameters}
@@ -76,6 +81,7 @@ class _Table:
         self._memory = sums.empty(parameter.numel(), parameter.dtype)
         self._touched = torch.empty(0, dtype=torch.int64)
         self._own = self._rows = parameter.new_empty(0)
+        self._has_own = False
 
     def send(self, sums: Sums) -> None:
         """Begin to add up which rows the backward has touched."""
@@ -100,9 +106,16 @@ class _Table:
             self._rows.zero_()
         else:
             torch.index_select(gradient, 0, self._touched, out=self._rows)
-        self._own = self._rows.clone()
+        self._own, self._has_own = self._rows.clone(), gradient is not None
         if self._rows.numel():
             sums.begin(self._memory, self._rows.numel())
+
+    def take_back(self, brought: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Give the parameter what this replica brought: the rows that were summed are its own."""
+        if not self._has_own:
+            self._parameter.grad = None
+        elif self._parameter.grad is not None:
+            self._parameter.grad.index_copy_(0, self._touched, self._own)
 
     def put_back(self) -> dict[nn.Parameter, Tensor | None]:
         """Give the parameter its sum; return the rows that this replica brought."""
@@ -166,42 +179,49 @@ class GradientReducer:
         self.own_gradients: dict[nn.Parameter, Tensor | None] = {}
 
     def arm(self) -> None:
-        """Start sending each bucket as soon as the coming backward has filled it."""
+        """Start sending each bucket as soon as the coming backward has filled it.
+
+        Raises:
+            RuntimeError: a gradient of the last sums grew late, and they were not repeated.
+        """
+        if self.was_early:
+            raise RuntimeError("a gradient grew after it was sent; call repeat() on all replicas")
         self._missing = [set(bucket.parameters) for bucket in self._buckets]
         self._next = 0
-        self.was_early = False
         self._armed = True
 
-    def finish(self, *, again: bool = False) -> None:
+    def finish(self) -> None:
         """Send what is left, wait, and put the summed gradients in place.
 
         A replica without samples calls it without arm(): it contributes zeros.
 
         A backward may report a parameter again after its bucket was sent: a block called several
         times under reentrant checkpointing has a backward for each call. Then `was_early` is set.
-        The replicas tell each other, and all send everything `again`. From then on they send at
-        the end of a backward.
+        The replicas tell each other, and all `repeat`.
 
         Raises:
             PeerError: a replica is gone, or has sent nothing within the group's time limit; over
                 NCCL it is for the watch to say so.
-            RuntimeError: a bucket left early, and is not sent again.
         """
         if not self._armed:
             self.arm()
         self._armed = False
-        if self.was_early and not again:
-            raise RuntimeError(
-                "a gradient grew after it was sent; call finish(again=True) on all replicas"
-            )
         for bucket in self._buckets[self._next :]:
             bucket.send(self._sums)
-        if again:
-            self._overlaps, self.was_early = False, False
-            # The first messages must end before their memory is written again.
-            self._sums.complete()
-            for bucket in self._buckets:
-                bucket.send(self._sums)
+        self._put_sums()
+
+    def repeat(self) -> None:
+        """Sum all anew after `finish`; from now on send at the end of a backward.
+
+        All replicas call it if any `was_early`.
+        """
+        self._overlaps, self.was_early = False, False
+        for bucket in self._buckets:
+            bucket.take_back(self.own_gradients)
+            bucket.send(self._sums)
+        self._put_sums()
+
+    def _put_sums(self) -> None:
         self._sums.complete()
         if self._tables:
             # Only now it is known which rows any replica has touched.

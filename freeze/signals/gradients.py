@@ -6,7 +6,7 @@ these are on different ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -23,8 +23,8 @@ _SMALL = 2**12
 class GradientSignals:
     """Accumulate the squared gradient norm of each sublayer over the steps of an interval.
 
-    Call `squared_norm` once per step on the reduced, unscaled, unclipped gradients. All sums over
-    tensors and steps are float64.
+    Call `squared_norm` once per step on the reduced, unscaled, unclipped gradients; or `measure`,
+    and `add` if the step counts. All sums over tensors and steps are float64.
 
     Args:
         parameters: by sublayer, all on one device. A tied parameter counts in the first sublayer
@@ -63,19 +63,27 @@ class GradientSignals:
         # One tensor, so that one copy to the host reads it all.
         self._sums = torch.zeros(len(sizes), dtype=torch.float64, device=device)
 
-    def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def squared_norm(self) -> Tensor:
         """Return this step's squared gradient norm, and accumulate it by sublayer if finite.
 
         Nothing here waits for the device. A parameter without gradient counts 0. The total is a
-        0-dim float64 on the device, NaN or infinite if any gradient is. `reduce` adds up the
-        stages' totals, so that all stages leave out the same steps.
+        0-dim float64 on the device, NaN or infinite if any gradient is.
         """
-        return self.squared_norms(reduce)[1]
+        return self.squared_norms()[1]
 
     @torch.no_grad()
-    def squared_norms(
-        self, reduce: Callable[[Tensor], Tensor] | None = None, *, scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def measure(self) -> Tensor:
+        """Return this step's squared norms: of each sublayer, a 1, and of all, on the device."""
+        return self._adding @ torch.cat((self._measure(), self._once))
+
+    @torch.no_grad()
+    def add(self, measured: Tensor, *, scale: float = 1.0) -> None:
+        """Accumulate a step that was measured; its gradients count as if multiplied by `scale`."""
+        self._sums[:-1] += measured[:-2] * scale**2
+        self._sums[-1] += 1
+
+    @torch.no_grad()
+    def squared_norms(self, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the squared norm of each part, (parts,) float64, and what `squared_norm` returns.
 
         Gradients are measured as if multiplied by `scale`, 0-dim float64.
@@ -84,7 +92,7 @@ class GradientSignals:
         if scale is not None:
             measured = measured * scale.square()
         step = self._adding @ torch.cat((measured, self._once))
-        total = step[-1] if reduce is None else reduce(step[-1])
+        total = step[-1]
         # NaN - NaN and inf - inf are NaN, and NaN != 0; `isfinite` would be four launches.
         self._sums += step[:-1].masked_fill(total - total != 0, 0.0)
         # Not the sums by sublayer: in a matrix product one NaN makes every row NaN.

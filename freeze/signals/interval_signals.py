@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -43,9 +43,17 @@ class IntervalSignals:
         if self._changes is not None:
             self._changes.begin()
 
-    def squared_norm(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def squared_norm(self) -> Tensor:
         """See `GradientSignals.squared_norm`."""
-        return self._gradients.squared_norm(reduce)
+        return self._gradients.squared_norm()
+
+    def measure(self) -> Tensor:
+        """See `GradientSignals.measure`."""
+        return self._gradients.measure()
+
+    def add(self, measured: Tensor, *, scale: float) -> None:
+        """See `GradientSignals.add`."""
+        self._gradients.add(measured, scale=scale)
 
     def squared_norms(self, *, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `GradientSignals.squared_norms`."""

@@ -70,8 +70,6 @@ class DeviceEnd(StepEnd):
         part: with an optimizer that must fit, see `fits`.
     """
 
-    waits = False
-
     def __init__(
         self, config: TrainConfig, part: TrainedPart, refusals: Refusals, device: torch.device
     ) -> None:

@@ -78,7 +78,7 @@ class Stage:
         self._has_unseen = False
         self._probe = SplitProbe(task.loss_fn)
         self._has_evaluated = False
-        self._sums = WorldSums(world, timeout_s=wiring.timeout_s, counts=self.speaks_for_stage)
+        self._sums = WorldSums(world, timeout_s=wiring.timeout_s)
         self._refusals = Refusals(task, world, indices, reads=self.index == 0, probe=self._probe)
         self._end = self._step_end()
         self._graphs = self._step_graphs()
@@ -322,7 +322,7 @@ class Stage:
     def _with_kernels(self, report: StageReport, recorder: Recorder | None) -> StageReport:
         """Return a report in which the wait for the GPU's kernels is part of computing."""
         on_cuda = self._world.device.type == "cuda"
-        if not on_cuda or not (self._end.waits or recorder is not None):
+        if not on_cuda or recorder is None:
             return report
         start = time.perf_counter()
         torch.cuda.current_stream().synchronize()
@@ -331,4 +331,4 @@ class Stage:
     @property
     def speaks_for_stage(self) -> bool:
         """Return whether this rank is the first of those that hold the same stage."""
-        return self._wiring.replica == self._wiring.turn.number == 0
+        return self._wiring.speaks_for_stage

@@ -10,6 +10,8 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -31,13 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class StepEnd(ABC):
-    """End a step.
-
-    Attributes:
-        waits: whether it waits for the device, so that all time is known when it returns.
-    """
-
-    waits = True
+    """End a step."""
 
     def begin(self) -> None:  # noqa: B027 - nothing to prepare where the host decides
         """Prepare for a step; raise a NonFiniteError where none may follow."""
@@ -63,6 +59,41 @@ class StepEnd(ABC):
         """
 
 
+class _Clock:
+    """Tell apart what the end of a step waits for: the backward's kernels, and sums.
+
+    On a GPU the first wait is for both. Events in its stream tell when the first had ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._on_gpu = device.type == "cuda"
+        self.computed_s = self.summed_s = 0.0
+        self._mark()
+        self._begun = self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End a time of sums."""
+        self.summed_s += time.perf_counter() - self._started
+        if len(self._events) == 1:
+            self._mark()
+
+    def start(self) -> None:
+        """Begin a time of sums; at first, once the GPU has been waited for."""
+        self._started = time.perf_counter()
+        if self._events:
+            first, second = self._events
+            waited_s, self._events = self._started - self._begun, []
+            self.summed_s = min(first.elapsed_time(second) / 1e3, waited_s)
+            self.computed_s = waited_s - self.summed_s
+
+    def _mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+
 @final
 class HostEnd(StepEnd):
     """End a step by numbers on the host, summed over all ranks."""
@@ -78,7 +109,7 @@ class HostEnd(StepEnd):
         loss_scale: LossScale,
     ) -> None:
         self._task, self._world, self._part = wiring.task, world, part
-        self._settle = wiring.settle
+        self._wiring = wiring
         self._sums, self._refusals, self._scale = sums, refusals, loss_scale
         # A spare has nothing to sum: it waits.
         self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
@@ -92,19 +123,29 @@ class HostEnd(StepEnd):
         wrong: str,
         stops: bool,
     ) -> tuple[Numbers, StepSums]:
-        start, part, reducer = time.perf_counter(), self._part, self._part.reducer
+        part, reducer, clock = self._part, self._part.reducer, _Clock(self._world.device)
+        if reducer is not None:
+            reducer.finish()
+        untied = part.ties.sum()
+        clock.stop()
+        measured = part.signals.measure()
         # What one rank finds wrong must end all ranks alike: a rank that raised by itself would
         # leave the others waiting.
         was_early = reducer is not None and reducer.was_early
-        own = work.sums(early=was_early, wrong=bool(wrong), stops=stops)
-        is_alone = self._world.group is None
-        sums = own if is_alone else StepSums.of(self._sums.of(own.as_list()))
-        if reducer is not None:
-            reducer.finish(again=sums.early > 0)
-        part.ties.sum()
-        spent_s[self._spent_on] += time.perf_counter() - start
+        own = work.findings(early=was_early, wrong=bool(wrong), stops=stops)
+        sums = self._told(own, work, measured, clock)
+        if sums.early:
+            for parameter, gradient in untied.items():
+                parameter.grad = gradient
+            if reducer is not None:
+                reducer.repeat()
+            part.ties.sum()
+            measured = part.signals.measure()
+            sums = self._told(own, work, measured, clock)
+        spent_s["compute"] += clock.computed_s
+        spent_s[self._spent_on] += clock.summed_s
         self._refusals.check([sums], wrong, first_step=coming.step)
-        loss, norm = self._finish_gradients(sums, len(coming.ids))
+        loss, norm = self._finish_gradients(sums, measured, len(coming.ids))
         skipped = self._must_skip(coming.step, loss, norm, work)
         if reducer is not None:
             reducer.own_gradients.clear()
@@ -112,28 +153,40 @@ class HostEnd(StepEnd):
             part.update(coming)
         return StepNumbers(loss, norm, skipped), sums
 
-    def _finish_gradients(self, sums: StepSums, num_samples: int) -> tuple[float, float]:
-        """Scale the gradients to the mean's, measure and clip them; return (mean loss, norm)."""
+    def _told(self, own: StepSums, work: TrainWork, measured: Tensor, clock: _Clock) -> StepSums:
+        """Return all ranks' sums, with the losses' and the gradient's squared norm. Collective.
+
+        The one wait of a step's end for a GPU, and the one sum over all ranks.
+        """
+        loss, count, squares = _read((*work.loss.sums(), measured[-1]), measured.device)
+        clock.start()
+        self._wiring.settle()
+        if not self._wiring.speaks_for_stage:  # Ranks of a stage hold equal gradients.
+            squares = 0.0
+        own = replace(own, loss=loss, count=count, squares=squares)
+        sums = StepSums.of(self._sums.of(own.as_list()))
+        clock.stop()
+        return sums
+
+    def _finish_gradients(
+        self, sums: StepSums, measured: Tensor, num_samples: int
+    ) -> tuple[float, float]:
+        """Scale the gradients to the mean's, and clip them; return (mean loss, norm)."""
         gradients, signals = self._part.gradients, self._part.signals
         mean, correction = mean_and_correction(sums.loss, sums.count, num_samples)
         factor = (1.0 if correction is None else float(correction)) / self._scale.value
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
-        squared = signals.squared_norm(self._over_stages)
         # NaN >= 0 is false; math.sqrt would raise for a negative sum.
-        norm = math.sqrt(value) if (value := float(squared)) >= 0 else math.nan
+        norm = abs(factor) * math.sqrt(sums.squares) if sums.squares >= 0 else math.nan
         if math.isfinite(norm):
+            signals.add(measured, scale=factor)
             signals.add_gradients()
         limit = self._task.config.max_grad_norm
         if limit is not None and norm > limit and gradients:
             # The same factor as torch.nn.utils.clip_grad_norm_ has.
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         return float(mean), norm
-
-    def _over_stages(self, square: Tensor) -> Tensor:
-        """Return the whole model's squared norm, by this stage's. Collective."""
-        self._settle()  # Here and no sooner: the norm is launched, and the host waits for it.
-        return self._sums.over_stages(square)
 
     def _must_skip(self, step: int, loss: float, norm: float, work: TrainWork) -> bool:
         """Return whether all ranks skip the step; raise where it ends the run. Collective."""
@@ -158,3 +211,14 @@ class HostEnd(StepEnd):
             _LOGGER.info(text, what, scale.value)
         scale.shrink()
         return True
+
+
+def _read(numbers: Sequence[Tensor | float], device: torch.device) -> list[float]:
+    """Return numbers, 0-dim float64 where they are on a device, by one copy from there."""
+    there = {
+        place: one
+        for place, one in enumerate(numbers)
+        if isinstance(one, Tensor) and one.device == device
+    }
+    read = dict(zip(there, torch.stack([*there.values()]).tolist(), strict=True))
+    return [read[place] if place in read else float(one) for place, one in enumerate(numbers)]

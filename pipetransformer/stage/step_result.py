@@ -97,7 +97,7 @@ class StepSums:
         early: ranks whose gradients were summed before they were complete.
         wrong: ranks that found something wrong.
         stops: ranks that ask to end the run.
-        squares: the gradient's squared norm, where it is not summed at once.
+        squares: the gradient's squared norm.
         hits, misses, upgrades, ahead: samples; see `StepResult`.
     """
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.plan import PipelinePlan
 from pipetransformer.model import Task
@@ -50,8 +50,13 @@ class TiedGradients:
                 "or untie it"
             )
 
-    def sum(self) -> None:
-        """Give all holders the sum; a parameter that no stage used keeps no gradient."""
+    def sum(self) -> dict[nn.Parameter, Tensor | None]:
+        """Give all holders the sum; a parameter that no stage used keeps no gradient.
+
+        Returns:
+            the gradients before.
+        """
+        before = {parameter: parameter.grad for parameter in self._parameters.values()}
         for name, stages in self._stages_of.items():
             parameter = self._parameters[name]
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -68,6 +73,7 @@ class TiedGradients:
                 for stage in others:
                     self._wiring.send_tied(stage, [total, used])
             parameter.grad = total if float(used) else None
+        return before
 
 
 def _held_by_several(

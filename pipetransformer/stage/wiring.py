@@ -126,6 +126,11 @@ class StageWiring:
             )
         return links
 
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Return whether this rank is the first of those that hold the same stage."""
+        return self.replica == self.turn.number == 0
+
     def watch(self, what: str) -> None:
         """Limit the newest wait of a GPU's stream for another rank."""
         if self._watchdog is not None:

@@ -94,10 +94,14 @@ def test_step_that_is_not_finite_on_another_stage_is_left_out_here() -> None:
     parameters = make_parameters()
     signals = GradientSignals(parameters)
     expected = set_gradients(parameters, 0)
-    total = signals.squared_norm(lambda own: own + 5.0)
-    assert total.item() == pytest.approx(sum(expected.values()) + 5.0)
-    assert math.isnan(signals.squared_norm(lambda own: own + math.nan).item())
+    measured = signals.measure()
+    assert measured[-1].item() == pytest.approx(sum(expected.values()))
+    signals.add(measured)
+    signals.measure()  # Of a step that is not finite there, and is not added.
     assert means(signals) == pytest.approx(expected)
+    signals.reset()
+    signals.add(measured, scale=0.5)
+    assert means(signals) == pytest.approx({name: one / 4 for name, one in expected.items()})
 
 
 def test_interval_without_finite_steps_has_no_means() -> None:
@@ -105,7 +109,8 @@ def test_interval_without_finite_steps_has_no_means() -> None:
     signals = GradientSignals(parameters)
     assert means(signals) == {}
     set_gradients(parameters, 0)
-    signals.squared_norm(lambda own: own * math.nan)
+    next(iter(parameters.values()))[0].grad.fill_(math.nan)
+    signals.squared_norm()
     assert means(signals) == {}
 
 
@@ -190,7 +195,7 @@ def test_step_does_not_wait_for_the_gpu(dtype: torch.dtype) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         total = signals.squared_norm()
-        signals.squared_norm(lambda own: own * math.nan)
+        signals.measure()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # The norms are float32 on a GPU.
