@@ -488,7 +488,8 @@ class Trainer:
         Outputs, loss, gradients and updated weights are compared, in pipelines over all processes.
         That is done on a few samples, without dropout, and in float64 where the model computes in
         it, whatever precision= says. Twins of the model are trained; this run is as it was. Each
-        rank needs room for two of them in host memory.
+        rank needs room for two of them in host memory. A model of more than 1 GiB has no twins:
+        it is compared as it is, on rank 0, and no pipelines are.
 
         Args:
             batch: entries by name, (N, ...) each with N >= 2; None takes the first of the

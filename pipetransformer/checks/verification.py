@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,11 +69,18 @@ class Verification:
         dtype: of the comparison: "float64", or "float32" where the model computes a part in
             float32 only. Rounding then hides smaller differences.
         num_tensors: parameters and buffers that were compared.
+        in_pipelines: whether steps of pipelines were compared, too, which twins make. A model of
+            more than 1 GiB is compared as it is.
     """
 
     dtype: str
     num_samples: int
     num_tensors: int
+    in_pipelines: bool = True
+
+
+_MOST_TWIN_BYTES = 1 << 30
+"""Of weights: twins in float64 take four times as much on each rank."""
 
 
 def verify(
@@ -94,6 +101,10 @@ def verify(
             f"{opaque[0]!r} is of a class of its own, as quantized weights are, and cannot be "
             "compared in another dtype: verify the model without quantization_config"
         )
+
+    tensors = named_tensors(model.model).values()
+    if sum(tensor.nbytes for tensor in tensors) > _MOST_TWIN_BYTES:
+        return _verify_as_it_is(task, world, loss_fn=loss_fn, batch=batch)
 
     def twin(dtype: torch.dtype) -> Task:
         copied = make_twin(model, dtype)
@@ -123,6 +134,44 @@ def verify(
         raise VerificationError(outcome)
     num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
     return Verification(compared, num_samples, num_tensors)
+
+
+def _verify_as_it_is(
+    task: Task, world: World, *, loss_fn: LossFunction | None, batch: Batch
+) -> Verification:
+    """Compare a model's sublayers with its own forward on its own weights. Collective.
+
+    Outputs, the loss and every gradient of what trains without freezing are compared on rank 0,
+    where the model is, in its own dtype. Its gradients take room twice.
+    """
+    model = task.model
+
+    def run() -> tuple[str, str]:
+        device = next(model.model.parameters()).device
+        moved = {name: entry.to(device) for name, entry in batch.items()}
+        with _unfrozen(task):
+            found = compare_with_own_forward(task, OwnForward(model, loss_fn), moved)
+        return str(found.dtype).removeprefix("torch."), found.difference
+
+    dtype, difference = told_by_rank_0(run, group=world.group)
+    if difference:
+        raise VerificationError(difference)
+    num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
+    num_samples = min(len(entry) for entry in batch.values())
+    return Verification(dtype, num_samples, num_tensors, in_pipelines=False)
+
+
+@contextmanager
+def _unfrozen(task: Task) -> Iterator[None]:
+    """Have all that may train need gradients within the block."""
+    flags = [(p, p.requires_grad) for p in task.model.model.parameters()]
+    try:
+        for name, parameter in task.model.model.named_parameters():
+            parameter.requires_grad_(name in task.trainable)
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def verify_recorded(

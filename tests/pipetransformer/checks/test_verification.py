@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch.optim import SGD
 
 from autopipe.loss import Loss
 from pipetransformer import LayeredModel, Sublayer, Trainer, Verification, VerificationError
+from pipetransformer.checks import verification
 from pipetransformer.checks.twins import OwnForward
 from pipetransformer.checks.verification import compare_with_own_forward
 from tests.helpers.adapted import MODELS, batch_for, classifier, targets_for, timm_vit
@@ -57,6 +59,32 @@ def test_a_smoothed_loss_and_rates_that_fall_by_layer_pass(build: Any) -> None:
     settings = {"label_smoothing": 0.1, "layer_decay": 0.75, "progress": False}
     with Trainer(model, Entries(batch_with_targets(model)), **settings) as trainer:
         assert trainer.verify().dtype == "float64"
+
+
+def frozen_and_verified(twins: bool) -> tuple[Any, list[float], dict[str, Tensor]]:
+    """Verify a run that has frozen layers, with twins or without; train on."""
+    torch.manual_seed(0)
+    model = timm_vit()
+    settings = {"freeze": [0, 1, 1], "epochs": 3, "global_batch_size": 2, "progress": False}
+    with pytest.MonkeyPatch.context() as patch:
+        if not twins:
+            patch.setattr(verification, "_MOST_TWIN_BYTES", 1000)
+            patch.setattr(verification, "make_twin", None)  # Nobody calls it.
+        with Trainer(model, Entries(batch_with_targets(model)), **settings) as trainer:
+            losses = [float(trainer.step().loss) for _ in range(3)]
+            found = trainer.verify()
+            while not trainer.is_over:
+                losses.append(float(trainer.step().loss))
+            return found, losses, {k: v.clone() for k, v in trainer.state_dict().items()}
+
+
+def test_a_large_model_is_compared_as_it_is_and_trains_on() -> None:
+    found, losses, weights = frozen_and_verified(twins=False)
+    assert found == Verification("float32", 4, found.num_tensors, in_pipelines=False)
+    other, expected, theirs = frozen_and_verified(twins=True)
+    assert other == Verification("float64", 4, found.num_tensors)
+    assert losses == expected
+    torch.testing.assert_close(weights, theirs, rtol=0, atol=0)
 
 
 def verify(job: Job) -> str:
@@ -174,7 +202,11 @@ class Squared(nn.Module):
         return result
 
 
-def test_sublayers_that_leave_something_out_are_found() -> None:
+@pytest.mark.parametrize("most_bytes", [verification._MOST_TWIN_BYTES, 0])
+def test_sublayers_that_leave_something_out_are_found(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_MOST_TWIN_BYTES", most_bytes)
     model = Squared().double()
     children = enumerate(model.named_children())
     sublayers = [Sublayer(name, layer, module) for layer, (name, module) in children]
@@ -203,10 +235,16 @@ def train_and_verify(job: Job) -> Result:
     return Result(losses, weights, {})
 
 
-def test_a_run_is_as_it_was(two_ranks: Pool) -> None:
+def train_and_verify_as_it_is(job: Job) -> Result:
+    with mock.patch.object(verification, "_MOST_TWIN_BYTES", 0):
+        return train_and_verify(job)
+
+
+@pytest.mark.parametrize("work", [train_and_verify, train_and_verify_as_it_is])
+def test_a_run_is_as_it_was(work: Callable[[Job], Result], two_ranks: Pool) -> None:
     job = replace(TINY, frozen=(0, 1), settings={"pipeline_length": 2, "global_batch_size": 13})
     expected = loop(job)
-    result = two_ranks.run(train_and_verify, job)[0]
+    result = two_ranks.run(work, job)[0]
     assert result.losses == pytest.approx(expected.losses, rel=1e-9)
     for name, tensor in result.weights.items():
         torch.testing.assert_close(tensor, expected.weights[name], rtol=1e-7, atol=1e-9)
