@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,9 +102,20 @@ def verify(
             "compared in another dtype: verify the model without quantization_config"
         )
 
-    tensors = named_tensors(model.model).values()
-    if sum(tensor.nbytes for tensor in tensors) > _MOST_TWIN_BYTES:
-        return _verify_as_it_is(task, world, loss_fn=loss_fn, batch=batch)
+    is_large = sum(one.nbytes for one in named_tensors(model.model).values()) > _MOST_TWIN_BYTES
+    compare = _as_it_is if is_large else _with_twins
+    compared, outcome = compare(task, world, loss_fn, batch)
+    if outcome:
+        raise VerificationError(outcome)
+    num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
+    return Verification(compared, num_samples, num_tensors, in_pipelines=not is_large)
+
+
+def _with_twins(
+    task: Task, world: World, loss_fn: LossFunction | None, batch: Batch
+) -> tuple[str, str]:
+    """Compare twins, locally and in pipelines; return the dtype, and what differs, or ""."""
+    model = task.model
 
     def twin(dtype: torch.dtype) -> Task:
         copied = make_twin(model, dtype)
@@ -130,48 +141,28 @@ def verify(
             if world.size > 1:  # Other ranks wait elsewhere.
                 raise
             outcome = f"it cannot be trained in parts: {error}"
-    if outcome:
-        raise VerificationError(outcome)
-    num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
-    return Verification(compared, num_samples, num_tensors)
+    return compared, outcome
 
 
-def _verify_as_it_is(
-    task: Task, world: World, *, loss_fn: LossFunction | None, batch: Batch
-) -> Verification:
-    """Compare a model's sublayers with its own forward on its own weights. Collective.
+def _as_it_is(
+    task: Task, world: World, loss_fn: LossFunction | None, batch: Batch
+) -> tuple[str, str]:
+    """Compare a model on its own weights, on rank 0; return the dtype, and what differs, or "".
 
-    Outputs, the loss and every gradient of what trains without freezing are compared on rank 0,
-    where the model is, in its own dtype. Its gradients take room twice.
+    Its gradients take room twice.
     """
-    model = task.model
 
     def run() -> tuple[str, str]:
-        device = next(model.model.parameters()).device
-        moved = {name: entry.to(device) for name, entry in batch.items()}
-        with _unfrozen(task):
-            found = compare_with_own_forward(task, OwnForward(model, loss_fn), moved)
+        own = OwnForward(task.model, loss_fn)
+        found = compare_with_own_forward(task, own, _beside_weights(task, batch))
         return str(found.dtype).removeprefix("torch."), found.difference
 
-    dtype, difference = told_by_rank_0(run, group=world.group)
-    if difference:
-        raise VerificationError(difference)
-    num_tensors = sum(len(model.tensors(index)) for index in range(len(model.sublayers)))
-    num_samples = min(len(entry) for entry in batch.values())
-    return Verification(dtype, num_samples, num_tensors, in_pipelines=False)
+    return told_by_rank_0(run, group=world.group)
 
 
-@contextmanager
-def _unfrozen(task: Task) -> Iterator[None]:
-    """Have all that may train need gradients within the block."""
-    flags = [(p, p.requires_grad) for p in task.model.model.parameters()]
-    try:
-        for name, parameter in task.model.model.named_parameters():
-            parameter.requires_grad_(name in task.trainable)
-        yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+def _beside_weights(task: Task, batch: Batch) -> Batch:
+    device = next(task.model.model.parameters()).device
+    return {name: entry.to(device) for name, entry in batch.items()}
 
 
 def verify_recorded(
@@ -192,9 +183,7 @@ def verify_recorded(
         return ""
 
     def run() -> str:
-        device = next(task.model.model.parameters()).device
-        batch = {name: entry.to(device) for name, entry in read().items()}
-        return on_short_first(task.model.model, batch, compare)
+        return on_short_first(task.model.model, _beside_weights(task, read()), compare)
 
     def compare(batch: Batch) -> str:
         comparison = compare_with_own_forward(task, OwnForward(task.model, loss_fn), batch)
@@ -244,6 +233,8 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
         whole_in_mode(model, training=True),
         without_dropout(layered),
     ):
+        for name, parameter in model.named_parameters():  # Some may be frozen by now.
+            parameter.requires_grad_(name in task.trainable)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         state = random_state(device)
         # Else nothing narrows, and compiled blocks would not run as compiled.
