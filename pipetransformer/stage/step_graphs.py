@@ -20,21 +20,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.optim import optimizer as optimizers_of_torch
-from torch.utils._pytree import tree_leaves
 
-from autopipe.random_state import plain_random_state
 from pipetransformer.config import TrainConfig
-from pipetransformer.feed import Batch, ComingStep, seed_torch
+from pipetransformer.feed import Batch, ComingStep
+from pipetransformer.stage.step_capture import BeforeCapture, Capture, Draws, StepGraph
 from pipetransformer.stage.trained_part import TrainedPart
-from pipetransformer.stage.work import Seeding, TrainWork
+from pipetransformer.stage.work import TrainWork
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -67,31 +66,6 @@ class StepKernels:
     loss: Callable[[TrainWork], Tensor]
 
 
-@dataclass
-class _Graph:
-    """Hold a captured step.
-
-    Attributes:
-        parts: entries of the micro-batches, where the kernels read them.
-        held: what they read and write besides, as `_held` tells.
-        kept: all tensors of the modules: the kernels may read those that are replaced since.
-        pieces: a graph each, and which micro-batch and sublayer is seeded before it.
-        values: (n,) the step's numbers.
-        gradients: of the parameters, where the kernels leave them.
-        replays: how often it ran.
-        looked_at: the step of its capture, or of the last look at the model's own loss.
-    """
-
-    parts: dict[int, Batch]
-    held: tuple[Any, ...]
-    kept: list[Tensor]
-    pieces: list[tuple[tuple[int, int] | None, torch.cuda.CUDAGraph]] = field(default_factory=list)
-    values: Tensor | None = None
-    gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
-    replays: int = 0
-    looked_at: int = 0
-
-
 @final
 class StepGraphs:
     """Capture and replay the steps of a run's only GPU.
@@ -114,11 +88,12 @@ class StepGraphs:
     ) -> None:
         self._part, self._device, self._kernels = part, device, kernels
         self._modules, self._repeats = modules, repeats
+        self._tables = [table for one in modules for table in (one._parameters, one._buffers)]
         self._draws: dict[_Shapes, frozenset[int]] = {}
-        self._graphs: dict[_Shapes, _Graph] = {}
+        self._graphs: dict[_Shapes, StepGraph] = {}
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
-        self._look: tuple[int, _Graph, Tensor, torch.cuda.Event] | None = None
+        self._look: tuple[int, StepGraph, Tensor, torch.cuda.Event] | None = None
         self.why_not = ""
         assert part.optimizer is not None
         # Also for steps that are launched: all compute alike.
@@ -163,7 +138,7 @@ class StepGraphs:
         if self.why_not or shapes in self._draws or len(self._draws) == _MOST_SHAPES:
             yield
             return
-        draws = _Draws(self._device, work.seeding)
+        draws = Draws(self._device, work.seeding)
         work.seeding = draws
         yield
         draws.end()
@@ -200,7 +175,7 @@ class StepGraphs:
         self._graphs.clear()
         self._draws.clear()
 
-    def _graph_of(self, work: TrainWork, step: int, draws: frozenset[int]) -> _Graph | None:
+    def _graph_of(self, work: TrainWork, step: int, draws: frozenset[int]) -> StepGraph | None:
         """Return the graph of a step's shapes, captured anew where tensors were replaced."""
         shapes, held = _shapes_of(work.parts), self._held()
         graph = self._graphs.get(shapes)
@@ -211,8 +186,8 @@ class StepGraphs:
             i: {name: entry.clone() for name, entry in batch.items()}
             for i, batch in work.parts.items()
         }
-        before = _Before(self._modules, self._part)
-        graph = _Graph(parts, held, before.tensors, looked_at=step)
+        before = BeforeCapture(self._modules, self._part)
+        graph = StepGraph(parts, held, before.tensors, looked_at=step)
         if not self._graphs:  # torch refuses a pool whose last graph is gone.
             self._pool = torch.cuda.graph_pool_handle()
         try:
@@ -227,13 +202,13 @@ class StepGraphs:
         self._graphs[shapes] = graph
         return graph
 
-    def _capture(self, graph: _Graph, work: TrainWork, draws: frozenset[int]) -> None:
+    def _capture(self, graph: StepGraph, work: TrainWork, draws: frozenset[int]) -> None:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         # Within a capture torch frees no memory that launched steps have left in its cache.
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
-            capture = _Capture(graph, self._pool, draws, self._device)
+            capture = Capture(graph, self._pool, draws, self._device)
             capture.begin(work)
             try:
                 graph.values = self._kernels.train(work.alike(graph.parts, capture))
@@ -254,8 +229,8 @@ class StepGraphs:
             for key, value in group.items()
             if key not in ("params", "lr")
         )
-        tables = [table for one in self._modules for table in (one._parameters, one._buffers)]
-        tensors = (one for table in (*tables, *optimizer.state.values()) for one in table.values())
+        tables = (*self._tables, *optimizer.state.values())
+        tensors = (one for table in tables for one in table.values())
         return (*(one.data_ptr() for one in tensors if isinstance(one, Tensor)), *settings)
 
     def _refuse_hooks(self) -> bool:
@@ -271,7 +246,7 @@ class StepGraphs:
             self._leave(f"a {holders[0]} has hooks, which a replay does not call")
         return bool(holders)
 
-    def _note(self, step: int, graph: _Graph, expected: Tensor) -> None:
+    def _note(self, step: int, graph: StepGraph, expected: Tensor) -> None:
         """Compare a loss with that of the kernels, without waiting for it."""
         assert graph.values is not None
         loss = graph.values[0]
@@ -287,130 +262,6 @@ class StepGraphs:
         self.why_not = self.why_not or why
         _LOGGER.warning("cuda_graph: %s; kernels are launched one by one", why)
         self.close()
-
-
-@final
-class _Before:
-    """Note what modules and the optimizer hold before a capture, in which nothing is computed.
-
-    Attributes:
-        tensors: those of the modules.
-    """
-
-    def __init__(self, modules: list[nn.Module], part: TrainedPart) -> None:
-        assert part.optimizer is not None
-        self._modules, self._part, self._states = modules, part, part.optimizer.state
-        self._trained = set(self._states)
-        self.tensors = [one for module in modules for one in _kept_by(module)]
-        # Mappings in a module: of its parameters and buffers, and such as it caches in.
-        tables = [
-            table
-            for module in modules
-            for table in (vars(module), *vars(module).values())
-            if isinstance(table, dict)
-        ]
-        self._tables = [(table, dict(table)) for table in tables]
-
-    def refuse_others(self) -> None:
-        """Raise an error if the capture has left what only a replay computes."""
-        if self._states.keys() - self._trained:
-            raise ValueError("a parameter gets its first gradient in a captured step")
-        known = {*map(id, self.tensors)}
-        for module in self._modules:
-            if any(id(one) not in known for one in _kept_by(module)):
-                raise ValueError(
-                    f"the forward of a {type(module).__name__} keeps a tensor that it computes, "
-                    "which replays of other shapes would overwrite"
-                )
-
-    def restore(self) -> None:
-        """Have all be as it was before the capture."""
-        self._part.drop_gradients()
-        for parameter in self._states.keys() - self._trained:
-            del self._states[parameter]
-        for table, before in self._tables:
-            table.clear()
-            table.update(before)
-
-
-@final
-class _Capture:
-    """Capture a step in pieces, on the current stream: seeding ends one and begins the next."""
-
-    def __init__(
-        self, graph: _Graph, pool: Any, draws: frozenset[int], device: torch.device
-    ) -> None:
-        self._graph, self._pool, self._draws, self._device = graph, pool, draws, device
-
-    def begin(self, work: TrainWork) -> None:
-        """Begin the first piece, behind the seed of the first sublayer that draws."""
-        # What runs before that one draws nothing, so no piece is needed for it, or is empty.
-        first = (next(iter(self._graph.parts)), min(self._draws)) if self._draws else None
-        if first is not None:
-            work.seed_layer(*first)
-        self._begin(first)
-
-    def __call__(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None:
-        """Begin another piece, if the sublayer draws; see `Seeding`."""
-        if index in self._draws and (micro_batch, index) != self._graph.pieces[0][0]:
-            self.end()
-            seed_torch(seed, self._device)
-            self._begin((micro_batch, index))
-
-    def end(self) -> None:
-        """End the last piece."""
-        self._graph.pieces[-1][1].capture_end()
-
-    def give_up(self) -> None:
-        """End the capture after an error."""
-        with suppress(RuntimeError):  # What was captured is of no use.
-            self.end()
-        # torch goes on refusing random numbers: the generator's state still counts as captured.
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
-
-    def _begin(self, seeded: tuple[int, int] | None) -> None:
-        piece = torch.cuda.CUDAGraph()
-        # Other threads, which copy rows, are not in the way.
-        piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._graph.pieces.append((seeded, piece))
-
-
-@final
-class _Draws:
-    """Note which sublayers draw random numbers, between their seeds.
-
-    Attributes:
-        sublayers: those that draw on the device.
-        on_host: whether anything draws on the host.
-    """
-
-    def __init__(self, device: torch.device, seeding: Seeding) -> None:
-        self.sublayers: set[int] = set()
-        self.on_host = False
-        self._device, self._seeding = device, seeding
-        self._index: int | None = None
-        self._before: tuple[Tensor, Tensor, bytes] | None = None
-
-    def __call__(self, micro_batch: int, index: int, seed: int, *, plainly: bool) -> None:
-        """Seed; see `Seeding`."""
-        self.end()
-        self._seeding(micro_batch, index, seed, plainly=plainly)
-        self._index, self._before = index, self._states()
-
-    def end(self) -> None:
-        """Look at the last sublayer, and the loss."""
-        if self._before is None:
-            return
-        (device, host, plain), now = self._before, self._states()
-        assert self._index is not None
-        if not torch.equal(device, now[0]):
-            self.sublayers.add(self._index)
-        self.on_host |= plain != now[2] or not torch.equal(host, now[1])
-        self._before = None
-
-    def _states(self) -> tuple[Tensor, Tensor, bytes]:
-        return torch.cuda.get_rng_state(self._device), torch.get_rng_state(), plain_random_state()
 
 
 def tell_why_not(config: TrainConfig, device: torch.device, *, size: int) -> None:
@@ -439,11 +290,6 @@ def _shapes_of(parts: dict[int, Batch]) -> _Shapes:
 
 def _entries(parts: dict[int, Batch]) -> list[Tensor]:
     return [entry for batch in parts.values() for entry in batch.values()]
-
-
-def _kept_by(module: nn.Module) -> list[Tensor]:
-    """Return a module's own tensors, also those in its lists and mappings."""
-    return [one for one in tree_leaves(vars(module)) if isinstance(one, Tensor)]
 
 
 def _has_hooks(holder: Mapping[str, Any]) -> bool:
