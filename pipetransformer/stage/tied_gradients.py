@@ -54,9 +54,10 @@ class TiedGradients:
         """Give all holders the sum; a parameter that no stage used keeps no gradient.
 
         Returns:
-            the gradients before.
+            the holders' gradients before.
         """
-        before = {parameter: parameter.grad for parameter in self._parameters.values()}
+        held = [self._parameters[name] for name in self._stages_of]
+        before = {parameter: parameter.grad for parameter in held}
         for name, stages in self._stages_of.items():
             parameter = self._parameters[name]
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
