@@ -62,10 +62,8 @@ def let_cpus_be_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipetransformer.feed.row_keeper.check_device", lambda *_: None)
 
 
-def test_auto_takes_the_device_where_all_rows_have_room(tmp_path: Path, room: list[int]) -> None:
-    feed = Feed(tmp_path)
-    feed.set_depth(2)
-    assert isinstance(feed.samples.keeper.store, DeviceStore)
+def assert_rows_of_all_depths(feed: Feed) -> None:
+    """Fetch what was computed, read, extended and computed anew; then close."""
     assert_fetch(feed, 2, (0, 0, 5))
     assert_fetch(feed, 2, (5, 0, 0))
     feed.set_depth(3)
@@ -73,6 +71,13 @@ def test_auto_takes_the_device_where_all_rows_have_room(tmp_path: Path, room: li
     feed.set_depth(1)
     assert_fetch(feed, 1, (0, 0, 5))
     feed.samples.close()
+
+
+def test_auto_takes_the_device_where_all_rows_have_room(tmp_path: Path, room: list[int]) -> None:
+    feed = Feed(tmp_path)
+    feed.set_depth(2)
+    assert isinstance(feed.samples.keeper.store, DeviceStore)
+    assert_rows_of_all_depths(feed)
 
 
 def sizes_of(store: ActivationStore | None) -> list[tuple[type, int]]:
@@ -106,13 +111,7 @@ def test_auto_puts_what_does_not_fit_the_device_into_the_file(
         rf": {num_fitting} in cpu's memory \(.+\), {num - num_fitting} in {tmp_path} \(.+\)$"
     )
     assert bool(re.search(account, caplog.messages[0])) == (alone is None)
-    assert_fetch(feed, 2, (0, 0, 5))
-    assert_fetch(feed, 2, (5, 0, 0))
-    feed.set_depth(3)
-    assert_fetch(feed, 3, (0, 5, 0))
-    feed.set_depth(1)
-    assert_fetch(feed, 1, (0, 0, 5))
-    feed.samples.close()
+    assert_rows_of_all_depths(feed)
 
 
 @pytest.mark.parametrize(

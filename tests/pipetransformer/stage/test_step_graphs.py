@@ -161,31 +161,28 @@ def test_bad_steps_are_skipped_within_a_graph(caplog: pytest.LogCaptureFixture) 
     assert ours.num_replays == 12
 
 
+def halve_in_place(weight: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+def halve_elsewhere(weight: Tensor) -> None:
+    weight.data = weight.data.clone() * 0.5
+
+
 @pytest.mark.slow
-def test_a_weight_written_in_place_needs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("change", "num_captures"), [(halve_in_place, 2), (halve_elsewhere, 4)])
+def test_a_weight_s_new_memory_is_captured_anew(
+    change: Callable[[Tensor], None], num_captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured = count_captures(monkeypatch)
 
     def edit(trainer: Trainer, model: nn.Module) -> None:
         if trainer.global_step == 10:
             with torch.no_grad():
-                model[1].linear.weight.mul_(0.5)
+                change(model[1].linear.weight)
 
     ours = Run(True, edit=edit, freeze=None)
-    assert len(captured) == 2
-    assert_same(ours, Run(False, edit=edit, freeze=None))
-
-
-@pytest.mark.slow
-def test_a_weight_s_new_memory_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = count_captures(monkeypatch)
-
-    def edit(trainer: Trainer, model: nn.Module) -> None:
-        if trainer.global_step == 10:
-            with torch.no_grad():
-                model[1].linear.weight.data = model[1].linear.weight.data.clone() * 0.5
-
-    ours = Run(True, edit=edit, freeze=None)
-    assert len(captured) == 4
+    assert len(captured) == num_captures
     assert_same(ours, Run(False, edit=edit, freeze=None))
 
 
