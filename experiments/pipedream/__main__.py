@@ -58,6 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     accuracy.add_argument("--network", choices=NETWORKS, required=True, help="a narrow one")
     accuracy.add_argument("--optimizer", choices=staleness.OPTIMIZERS, required=True)
     accuracy.add_argument("--rates", nargs="+", type=float, required=True, help="to try")
+    accuracy.add_argument("--stages", type=int, default=2, help="of the rules without flushes")
     accuracy.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     accuracy.add_argument("--epochs", type=int, default=15)
     accuracy.add_argument("--warm_up", type=int, default=2, help="epochs")
@@ -105,7 +106,13 @@ def run_train(options: argparse.Namespace) -> None:
 def run_accuracy(options: argparse.Namespace) -> None:
     """Train, and print a table; a command that was ended goes on."""
     first = staleness.Run(options.network, options.optimizer, options.epochs, options.warm_up)
-    found = staleness.compare(first, rates=options.rates, seeds=options.seeds, path=options.runs)
+    found = staleness.compare(
+        first,
+        stages=options.stages,
+        rates=options.rates,
+        seeds=options.seeds,
+        path=options.runs,
+    )
     print(f"{options.network}, {options.optimizer}\n\n{staleness.table(found)}\n")
     print(json.dumps([asdict(one) for one in found]))
 
