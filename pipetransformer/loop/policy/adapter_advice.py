@@ -38,9 +38,9 @@ def adapter_advice(
     spared = sum(multiplied[:num_frozen]) / _num_multiplied(model) / (1 if caches else 2)
     stopped = sum(held[:num_frozen]) / sum(p.numel() for p in trained.values())
     return (
-        f"adapters train in all {len(blocks)} blocks. Freezing the lower {num_frozen} would spare "
-        f"about {spared:.0%} of a step's forward and backward, as their weights say, and "
-        f"{stopped:.0%} of the adapters' parameters would stop learning. "
+        f"adapters lie in all {len(blocks)} blocks. Where the lower {num_frozen} are frozen, "
+        f"{stopped:.0%} of the adapters' parameters do not learn, and about {spared:.0%} of a "
+        "step's forward and backward is spared, as the weights say. "
         f"layers_to_transform=list(range({num_frozen}, {len(blocks)})) in peft's configuration "
         "leaves these out from the start"
     )

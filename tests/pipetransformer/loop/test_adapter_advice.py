@@ -32,8 +32,8 @@ def test_shares_are_those_of_weights_and_of_what_trains() -> None:
     block = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 2 * 16 + 2 * 16 + 2 * 8
     share = 3 * block / (4 * block + 16 * 40 + 16)  # The head, and the last norm.
     text = adapter_advice(model, blocks, 3, caches=True)
-    assert f"all 4 blocks. Freezing the lower 3 would spare about {share:.0%} of" in text
-    assert "75% of the adapters' parameters would stop" in text
+    assert "all 4 blocks. Where the lower 3 are frozen, 75% of the adapters' parameters" in text
+    assert f"do not learn, and about {share:.0%} of a step's" in text
     assert "layers_to_transform=list(range(3, 4))" in text
     # Without rows they still have a forward.
     assert f"about {share / 2:.0%} of" in adapter_advice(model, blocks, 3, caches=False)
@@ -67,5 +67,5 @@ def test_an_observer_proposes_what_its_schedule_freezes_or_half(
     watching = FreezeObserver(freeze, every_steps=None, dry_run=True)
     watching.begin(model, [optimizer], max_steps=6, steps_per_epoch=2)
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert len(told) == 1 and f"Freezing the lower {num} would" in told[0]
+    assert len(told) == 1 and f"Where the lower {num} are frozen" in told[0]
     watching.publish()
