@@ -8,17 +8,9 @@ compiled_blocks: through torch.compile, in steps    word_head: losses without al
 """
 
 from pipetransformer.model.dependence import joined_outputs
+from pipetransformer.model.entry_names import TARGETS, EntryNames, forward_parameters, names_of
 from pipetransformer.model.followed_floats import FollowedFloats
-from pipetransformer.model.general import (
-    TARGETS,
-    WAYS_OUT,
-    EntryNames,
-    LoopUse,
-    forward_parameters,
-    names_of,
-    present,
-    row_of,
-)
+from pipetransformer.model.general import WAYS_OUT, LoopUse, present
 from pipetransformer.model.held_values import (
     attributes_of,
     held,
@@ -28,15 +20,7 @@ from pipetransformer.model.held_values import (
     opaque_kept,
     plain_tensors,
 )
-from pipetransformer.model.layered_model import (
-    LayeredModel,
-    Sublayer,
-    has_hooks,
-    large_embeddings,
-    named_tensors,
-    refuse_hooks,
-    state_of,
-)
+from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
 from pipetransformer.model.model_loan import ModelLoan
 from pipetransformer.model.named_parts import named_parts
 from pipetransformer.model.optimizers import (
@@ -70,6 +54,7 @@ from pipetransformer.model.recording import (
     modules_of,
     whole_in_mode,
 )
+from pipetransformer.model.refusals import asks_for_gradients, qualified_name
 from pipetransformer.model.registry import (
     adapt,
     entry_names,
@@ -89,7 +74,13 @@ from pipetransformer.model.task import (
     set_modes,
     trained_parameters,
 )
-from pipetransformer.model.transformer import asks_for_gradients, qualified_name
+from pipetransformer.model.tensors import (
+    has_hooks,
+    large_embeddings,
+    named_tensors,
+    refuse_hooks,
+    state_of,
+)
 from pipetransformer.model.word_head import UnreadLogits
 
 __all__ = [

@@ -12,84 +12,46 @@ differ.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopipe.loss import Loss, LossFunction
+from pipetransformer.model.beside_blocks import holds_block
+from pipetransformer.model.cut_sublayers import cut_sublayers
 from pipetransformer.model.dependence import (
     joined_outputs,
     padding_mask,
     read_for_shape,
     run_through,
 )
+from pipetransformer.model.entry_names import forward_parameters, names_of
 from pipetransformer.model.held_values import is_opaque, opaque_kept
-from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
-from pipetransformer.model.losses import own_loss
-from pipetransformer.model.own_forward import (
-    CutForward,
-    Entries,
-    has_own_forward,
-    output_of,
-)
+from pipetransformer.model.layered_model import LayeredModel, row_of
+from pipetransformer.model.losses import own_loss_of
+from pipetransformer.model.own_forward import CutForward, Entries, has_own_forward, output_of
 from pipetransformer.model.peft_models import name_untied, unwrapped
 from pipetransformer.model.recording import (
     ForwardFailedError,
     NoRowError,
     Recording,
-    Row,
     record,
     watched,
     whole_in_mode,
 )
-from pipetransformer.model.routers import ROUTERS, gathering_nothing, gathers, router_rows
-from pipetransformer.model.short_texts import on_short_first
-from pipetransformer.model.transformer import (
+from pipetransformer.model.refusals import (
     has_input_gradients,
-    qualified_name,
     refuse_lost_checkpointing,
     refuse_replaced,
 )
+from pipetransformer.model.routers import ROUTERS, gathering_nothing, gathers, router_rows
+from pipetransformer.model.short_texts import on_short_first
+from pipetransformer.model.tensors import named_tensors
 from pipetransformer.model.word_head import WordHead, word_head
-
-Read: TypeAlias = Callable[["EntryNames"], Entries]
-"""Reads a few samples of a data set: the entries named, (N, ...) each."""
-
-TARGETS = ("labels", "start_positions", "end_positions")
-
-
-@dataclass(frozen=True)
-class EntryNames:
-    """Name the entries of a batch that a model's forward takes, and those of its loss.
-
-    Args:
-        inputs: the main one first; where the signature is all that is known, optional ones too.
-    """
-
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
-
-
-def names_of(model: nn.Module) -> EntryNames:
-    """Read the names from the signature of a model's forward."""
-    takes = forward_parameters(model)
-    main = getattr(unwrapped(model), "main_input_name", None)
-    rest = tuple(name for name in takes if name not in TARGETS)
-    inputs = (main, *(n for n in rest if n != main)) if main in rest else rest
-    return EntryNames(inputs, tuple(name for name in TARGETS if name in takes) or ("y",))
-
-
-def forward_parameters(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of a forward's parameters."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(unwrapped(model).forward).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 @final
@@ -201,9 +163,9 @@ def _presented(
     mask = mask if len(shown.targets) == 1 and (is_known or not is_by_token) else None
     if loop is None or not has_input_gradients(model):
         refuse_lost_checkpointing(model, own.row.blocks)
-    for module in filter(partial(_holds_block, row=own.row), model.modules()):
+    for module in filter(partial(holds_block, row=own.row), model.modules()):
         refuse_replaced(module, but="forward" if has_own_forward(module) else "")
-    sublayers = _sublayers(model, own)
+    sublayers = cut_sublayers(model, own)
     held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
     layered = LayeredModel(
         model,
@@ -372,16 +334,6 @@ def _refuse_cache(model: nn.Module, given: Mapping[str, Any], answer: Any) -> No
         )
 
 
-def own_loss_of(model: nn.Module, labels: Entries, answer: Any) -> LossFunction | None:
-    """Return the loss that the model itself computed of labels; None where it computes none."""
-    if qualified_name(type(unwrapped(model))).startswith("timm."):
-        return F.cross_entropy
-    if not labels or getattr(answer, "loss", None) is None:
-        return None
-    target = next(iter(labels.values())) if len(labels) == 1 else labels
-    return own_loss(model, unwrapped(model).config, answer, output_of(answer), target)
-
-
 def _untied(shown: _Shown) -> _Shown:
     """Give modules above the blocks copies of the parameters that modules below hold, too.
 
@@ -418,111 +370,6 @@ def _untied(shown: _Shown) -> _Shown:
     names = {name for name, parameter in model.named_parameters() if parameter in copies}
     row = replace(row, above=row.above - tied_names | names)
     return replace(shown, recording=replace(shown.recording, rows=[row]))
-
-
-def row_of(layered: LayeredModel) -> Row:
-    """Return the row of blocks, or the parts, of a model that was presented by running it."""
-    assert layered.row is not None
-    return layered.row
-
-
-def _sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:
-    row, parts = own.row, BesideBlocks(model, own.row)
-    sides = tuple(name for name in own.inputs if name not in own.shapes)
-    below = parts.of(row.below, row.called_below)
-    above = parts.of(row.above, row.called_above)
-    learned = parts.of(row.learned, frozenset()) if row.learned else None
-    blocks = [
-        Sublayer(f"blocks.{i}", i, _Block(own, i, block, learned), sides, block)
-        for i, block in enumerate(row.blocks)
-    ]
-    return [
-        Sublayer("embedding", 0, _Below(own, below)),
-        *blocks,
-        Sublayer("head", len(blocks), _Above(own, above), sides),
-    ]
-
-
-class BesideBlocks:
-    """Collect the modules and tensors outside of blocks that serve one sublayer."""
-
-    def __init__(self, model: nn.Module, row: Row) -> None:
-        self._model, self._row = model, row
-        self._name_of = {id(t): n for n, t in named_tensors(model).items()}
-
-    def of(self, names: frozenset[str], called: frozenset[nn.Module]) -> nn.Module:
-        """Return a module that holds the tensors of these names, and the modules called."""
-        holder = nn.Module()
-        self._hold(holder, self._model, "", names, called)
-        return holder
-
-    def _hold(
-        self,
-        holder: nn.Module,
-        module: nn.Module,
-        prefix: str,
-        names: frozenset[str],
-        called: frozenset[nn.Module],
-    ) -> None:
-        """Register the largest modules that serve this sublayer alone, and loose tensors."""
-        own = {self._name_of[id(t)] for t in named_tensors(module).values()}
-        if not _holds_block(module, self._row) and own <= names and (own or module in called):
-            holder.add_module(prefix, module)
-            return
-        for name, tensor in module._parameters.items():
-            if tensor is not None and self._name_of[id(tensor)] in names:
-                holder.register_parameter(f"{prefix}{name}", tensor)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and self._name_of[id(buffer)] in names:
-                holder.register_buffer(f"{prefix}{name}", buffer)
-        for name, child in module._modules.items():
-            if child is not None and child not in self._row.blocks:
-                self._hold(holder, child, f"{prefix}{name}__", names, called)
-
-
-def _holds_block(module: nn.Module, row: Row) -> bool:
-    return module not in row.blocks and any(part in row.blocks for part in module.modules())
-
-
-@final
-class _Below(nn.Module):
-    """Run the forward up to the first block: entries to its hidden state."""
-
-    def __init__(self, own: CutForward, parts: nn.Module) -> None:
-        super().__init__()
-        self.own, self.parts = own, parts
-
-    def forward(self, first: Tensor, **others: Tensor) -> Tensor:
-        entries = {self.own.inputs[0]: first, **others}
-        return self.own.below(entries, training=self.training)
-
-
-@final
-class _Block(nn.Module):
-    """Run a block with what the forward gives it: hidden state to hidden state."""
-
-    def __init__(
-        self, own: CutForward, index: int, block: nn.Module, learned: nn.Module | None
-    ) -> None:
-        super().__init__()
-        self.own, self.index, self.block, self.learned = own, index, block, learned
-
-    def forward(self, hidden: Tensor, **entries: Tensor) -> Tensor:
-        return self.own.block(self.index, hidden, entries, training=self.training)
-
-
-@final
-class _Above(nn.Module):
-    """Run the forward behind the last block: hidden state to output."""
-
-    def __init__(self, own: CutForward, parts: nn.Module) -> None:
-        super().__init__()
-        self.own, self.parts = own, parts
-
-    def forward(self, hidden: Tensor, *, headless: bool = False, **entries: Tensor) -> Tensor:
-        if headless:
-            return self.own.headless(hidden, entries, training=self.training)
-        return output_of(self.own.above(hidden, entries, training=self.training))
 
 
 def _refuse_random_depth(model: nn.Module) -> None:

@@ -15,8 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopipe.loss import Loss, LossValue, mean_of, sum_over_targets
+from autopipe.loss import Loss, LossFunction, LossValue, mean_of, sum_over_targets
+from pipetransformer.model.own_forward import Entries, output_of
+from pipetransformer.model.peft_models import unwrapped
+from pipetransformer.model.refusals import qualified_name
 from pipetransformer.model.word_head import UnreadLogits
+
+
+def own_loss_of(model: nn.Module, labels: Entries, answer: Any) -> LossFunction | None:
+    """Return the loss that the model itself computed of labels; None where it computes none."""
+    if qualified_name(type(unwrapped(model))).startswith("timm."):
+        return F.cross_entropy
+    if not labels or getattr(answer, "loss", None) is None:
+        return None
+    target = next(iter(labels.values())) if len(labels) == 1 else labels
+    return own_loss(model, unwrapped(model).config, answer, output_of(answer), target)
 
 
 def own_loss(model: nn.Module, config: Any, answer: Any, output: Tensor, target: Any) -> Loss:

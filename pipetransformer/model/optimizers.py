@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipetransformer.model.layered_model import LayeredModel, laid_out_as
+from pipetransformer.model.layered_model import LayeredModel
+from pipetransformer.model.tensors import laid_out_as
 
 _ADAMW = partial(torch.optim.AdamW, fused=True)
 _TORCH: Mapping[str, Callable[..., Optimizer]] = {

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from autopipe.random_state import random_state
 from freeze.in_place import keeps_in_eval
 from pipetransformer.model.dependence import PADDING_MASK, are_equal, half_padded
-from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
+from pipetransformer.model.layered_model import LayeredModel, Sublayer
 from pipetransformer.model.own_forward import Entries
 from pipetransformer.model.packing import (
     Flat,
@@ -35,12 +35,8 @@ from pipetransformer.model.packing import (
     tensors_of,
 )
 from pipetransformer.model.part_record import PartRecord, replaced, served
-from pipetransformer.model.recording import (
-    Arguments,
-    ForwardFailedError,
-    Row,
-    whole_in_mode,
-)
+from pipetransformer.model.recording import Arguments, ForwardFailedError, Row, whole_in_mode
+from pipetransformer.model.tensors import named_tensors
 
 
 @final

@@ -19,21 +19,17 @@ from torch import Tensor, nn
 
 from autopipe.loss import LossFunction
 from freeze.in_place import freeze_modules
+from pipetransformer.model.beside_blocks import BesideBlocks
 from pipetransformer.model.dependence import are_equal
-from pipetransformer.model.general import (
-    BesideBlocks,
-    Read,
-    forward_parameters,
-    names_of,
-    own_loss_of,
-    row_of,
-)
-from pipetransformer.model.layered_model import LayeredModel, Sublayer, named_tensors
+from pipetransformer.model.entry_names import Read, forward_parameters, names_of
+from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
+from pipetransformer.model.losses import own_loss_of
 from pipetransformer.model.named_parts import named_parts
 from pipetransformer.model.own_forward import Entries, Left, output_of
 from pipetransformer.model.part_record import replaced
 from pipetransformer.model.parts import PartCall, PartTrial, present_parts
 from pipetransformer.model.recording import Reads, Row, whole_in_mode
+from pipetransformer.model.tensors import named_tensors
 
 
 @final

@@ -16,10 +16,11 @@ from pipetransformer.model import (
     transformers_modernbert,
     transformers_vit,
 )
+from pipetransformer.model.entry_names import EntryNames, Read, names_of
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
 from pipetransformer.model.parts_forward import adapt_parts
 from pipetransformer.model.peft_models import refuse_peft
-from pipetransformer.model.transformer import qualified_name
+from pipetransformer.model.refusals import qualified_name
 
 
 def _take_children(model: nn.Sequential) -> LayeredModel:
@@ -53,7 +54,7 @@ _WRAPPED = ("_orig_mod", "module")
 
 def adapt(
     model: nn.Module | LayeredModel,
-    read: general.Read | None = None,
+    read: Read | None = None,
     *,
     loss_fn: LossFunction | None = None,
     unties: bool = False,
@@ -104,17 +105,17 @@ def adapt(
             "read=, or a LayeredModel built from its sublayers, or call "
             "register_adapter(class, build)"
         )
-    return general.present(model, read(general.names_of(model)), loss_fn, unties=unties)
+    return general.present(model, read(names_of(model)), loss_fn, unties=unties)
 
 
-def entry_names(model: nn.Module | LayeredModel) -> general.EntryNames:
+def entry_names(model: nn.Module | LayeredModel) -> EntryNames:
     """Return the names of the batch entries that a model and its loss take."""
     try:
         layered = adapt(model)
     except (TypeError, ValueError):
         assert isinstance(model, nn.Module)
-        return general.names_of(model)
-    return general.EntryNames(layered.inputs, layered.targets)
+        return names_of(model)
+    return EntryNames(layered.inputs, layered.targets)
 
 
 def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], LayeredModel]) -> None:

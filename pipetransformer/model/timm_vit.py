@@ -8,14 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetransformer.model.layered_model import LayeredModel
-from pipetransformer.model.transformer import (
-    Residual,
-    qualified_name,
-    refuse_checkpointing,
-    refuse_replaced,
-    require_class,
-    transformer_sublayers,
-)
+from pipetransformer.model.refusals import qualified_name, refuse_checkpointing, refuse_replaced
+from pipetransformer.model.transformer import Residual, require_class, transformer_sublayers
 
 MODULE = "timm.models.vision_transformer"
 CLASS = f"{MODULE}.VisionTransformer"

@@ -13,7 +13,8 @@ from torch import Tensor
 from autopipe.loss import Loss
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
 from pipetransformer.model.losses import classification_loss, span_loss, token_loss
-from pipetransformer.model.transformer import Family, refuse_checkpointing, refuse_own_loss
+from pipetransformer.model.refusals import refuse_checkpointing
+from pipetransformer.model.transformer import Family, refuse_own_loss
 
 MASK = "attention_mask"
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
 from pipetransformer.model.losses import classification_loss
+from pipetransformer.model.refusals import refuse_checkpointing
 from pipetransformer.model.transformer import (
     Family,
     FirstOf,
     FirstToken,
     Residual,
-    refuse_checkpointing,
     refuse_own_loss,
     require_class,
     transformer_sublayers,

@@ -19,8 +19,7 @@ from pipetransformer.feed import node_store as store_choice
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.sample_feed import SampleFeed, samples_of
 from pipetransformer.feed.samples import Batch
-from pipetransformer.model import Task
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import Task, adapt
 from pipetransformer.processes.world import World
 from tests.helpers.adapted import LENGTH
 from tests.helpers.models import tiny_data, tiny_model

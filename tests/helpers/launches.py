@@ -34,8 +34,7 @@ from autopipe.plan import PipelinePlan
 from pipetransformer import adamw
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed import ComingStep
-from pipetransformer.model import LossScale, Task
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import LossScale, Task, adapt
 from pipetransformer.processes import World
 from pipetransformer.stage import AsynchronousStage, Stage, wiring
 from pipetransformer.stage.step_result import StepNumbers, StepSums

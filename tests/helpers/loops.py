@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from autodp.sampler import EpochSampler, shuffled
 from freeze import FreezeSchedule
 from pipetransformer import LayeredModel, Trainer
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 from tests.helpers.inspection import stage_of
 from tests.helpers.models import tiny_data, tiny_model
 

@@ -24,8 +24,7 @@ from autopipe.plan.search import predict
 from freeze import FreezeSchedule
 from freeze.policy import FreezeContext, FreezeDecision, FreezePolicy
 from pipetransformer import LayeredModel, PlanSituation, Trainer
-from pipetransformer.model import NamedParameters, take_state, trained_parameters
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import NamedParameters, adapt, take_state, trained_parameters
 from tests.helpers.inspection import deployment_of, stage_of, task_of
 from tests.helpers.measured import measuring, never
 from tests.helpers.models import (

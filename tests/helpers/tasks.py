@@ -14,8 +14,7 @@ from autopipe.loss import choose_loss
 from pipetransformer import adamw
 from pipetransformer.config import TrainConfig
 from pipetransformer.feed.samples import Batch
-from pipetransformer.model import OptimizerFactory, Task
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import OptimizerFactory, Task, adapt
 from pipetransformer.processes.world import World
 from tests.helpers.models import tiny_data, tiny_model
 

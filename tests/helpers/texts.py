@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from autodp.sampler import EpochSampler, shuffled
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 
 PAD = 0
 

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from autopipe.loss import LossFunction
 from pipetransformer import NonFiniteError
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 from tests.helpers.inspection import deployment_of, feed_of
 from tests.helpers.marks import slow
 from tests.helpers.measured import freely, measuring, never

@@ -20,7 +20,7 @@ from pipetransformer import LayeredModel, Trainer, adamw
 from pipetransformer.checks.model_checks import refuse_model
 from pipetransformer.checks.run_checks import check_world
 from pipetransformer.config import TrainConfig, make_config
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 from tests.helpers.models import tiny_data, tiny_model
 
 

@@ -20,8 +20,7 @@ from pipetransformer.elastic.costs import Calibration
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.planner import RunPlanner
 from pipetransformer.feed import Clock
-from pipetransformer.model import Task
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import Task, adapt
 from pipetransformer.processes.world import World
 from tests.helpers import costs
 from tests.helpers.costs import uniform

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from pipetransformer.feed.row_origin import settings_of
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 
 
 @dataclass(slots=True)

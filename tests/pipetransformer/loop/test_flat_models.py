@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import freeze as freezing
 from freeze import FreezeContext
 from pipetransformer import attach
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 
 NUM, WORDS = 12, 20
 

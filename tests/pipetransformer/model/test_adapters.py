@@ -15,7 +15,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 from torch import Tensor, nn
 from transformers import BertModel
 
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import adapt
 from tests.helpers.adapted import MODELS, answerer, batch_for, classifier, own_forward, timm_vit
 
 

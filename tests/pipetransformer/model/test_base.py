@@ -15,9 +15,15 @@ from torch import Tensor, nn
 
 from autopipe.loss import Loss
 from pipetransformer.config import TrainConfig
-from pipetransformer.model import Task, adamw, adapt, set_frozen
-from pipetransformer.model.layered_model import LayeredModel, Sublayer
-from pipetransformer.model.registry import register_adapter
+from pipetransformer.model import (
+    LayeredModel,
+    Sublayer,
+    Task,
+    adamw,
+    adapt,
+    register_adapter,
+    set_frozen,
+)
 from tests.helpers.marks import slow
 from tests.helpers.models import Block, sequential, tiny_data, tiny_model
 

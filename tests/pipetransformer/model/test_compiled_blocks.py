@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipetransformer import LayeredModel
+from pipetransformer.model import adapt
 from pipetransformer.model.compiled_blocks import CompiledBlocks, num_frames
-from pipetransformer.model.registry import adapt
 from tests.helpers.models import NUM_FEATURES, tiny_model
 from tests.helpers.texts import tiny_bert
 

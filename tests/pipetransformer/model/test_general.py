@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetransformer import LayeredModel
-from pipetransformer.model.general import EntryNames, present
+from pipetransformer.model import EntryNames, names_of, present
 from tests.helpers.any_models import KINDS, Kind, build, data, mean_loss
 
 
@@ -193,8 +193,6 @@ def test_a_loss_that_adds_something_is_refused_by_name() -> None:
 
 def test_the_entries_of_a_forward_are_read_from_its_signature() -> None:
     names = EntryNames(("input_ids", "attention_mask"), ("labels",))
-    from pipetransformer.model.general import names_of
-
     found = names_of(build(KINDS["llama"]))
     assert found.inputs[:2] == names.inputs and found.targets == names.targets
     assert names_of(Between()) == EntryNames(("x",), ("y",))

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from autopipe.loss import Loss, LossFunction, choose_loss, smooth_labels
-from pipetransformer.model.layered_model import LayeredModel
-from pipetransformer.model.registry import adapt
+from pipetransformer.model import LayeredModel, adapt
 from pipetransformer.model.transformers_texts import span_loss
 from tests.helpers.adapted import (
     LENGTH,

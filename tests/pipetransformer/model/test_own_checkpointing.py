@@ -15,7 +15,7 @@ from torch import Tensor
 
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
-from pipetransformer.model.general import present
+from pipetransformer.model import present
 from tests.helpers.inspection import elastic_of, layered_of
 from tests.helpers.pool import Pool
 from tests.helpers.texts import tiny_bert

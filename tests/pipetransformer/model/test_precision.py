@@ -15,9 +15,8 @@ from autopipe.loss import Loss
 from pipetransformer import LayeredModel, Trainer, adamw
 from pipetransformer.checks.model_checks import about_full_float32, about_low_weights
 from pipetransformer.config import TrainConfig
-from pipetransformer.model import LossScale, Task
+from pipetransformer.model import LossScale, Task, adapt
 from pipetransformer.model.precision import GROWTH_INTERVAL_STEPS
-from pipetransformer.model.registry import adapt
 from tests.helpers.adapted import MODELS, batch_for, targets_for
 from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never

@@ -18,8 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from autopipe.loss import LossValue, head_of
 from pipetransformer import FreezeSchedule, LayeredModel, Trainer
-from pipetransformer.model import word_head
-from pipetransformer.model.general import present
+from pipetransformer.model import present, word_head
 from pipetransformer.model.losses import causal_loss
 from pipetransformer.model.word_head import UnreadLogits, WordHead
 from tests.helpers.any_models import BATCH_SIZE, KINDS, Kind, build, data, sgd
