@@ -1,60 +1,65 @@
 """Say what is trained: the model's sublayers, its loss, precision and optimizer.
 
-task: all of it in one value                        model_loan: gives it back as it came
-layered_model: a model as a row of sublayers        registry: which adapter knows a model
-timm_vit, transformers_*: the adapters              transformer: what they share
-optimizers: built anew wherever layers go           precision: dtypes, and the scale of float16
-compiled_blocks: through torch.compile, in steps    word_head: losses without all logits
+registry: which way shows a model ──┬─► adapters: by hand, for known classes
+                                    ├─► general: any model with a row of blocks
+                                    └─► parts: any model of which modules are frozen
+layered_model: a row of sublayers         training: task, optimizer, precision, compiled blocks
+losses: those that models compute         cut_sublayers: a model's own forward as sublayers
+forward: what a model does as it runs     modules: what a model holds, without running it
 """
 
-from pipetransformer.model.dependence import joined_outputs
-from pipetransformer.model.entry_names import TARGETS, EntryNames, forward_parameters, names_of
-from pipetransformer.model.followed_floats import FollowedFloats
+from pipetransformer.model.forward import (
+    ROUTERS,
+    TARGETS,
+    EntryNames,
+    ForwardFailedError,
+    NoRowError,
+    Packing,
+    Reads,
+    Row,
+    UnlikeAnswerError,
+    block_lists,
+    forward_parameters,
+    joined_outputs,
+    modules_of,
+    names_of,
+    on_short_first,
+    output_of,
+    whole_in_mode,
+)
 from pipetransformer.model.general import WAYS_OUT, LoopUse, present
-from pipetransformer.model.held_values import (
+from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
+from pipetransformer.model.losses import UnreadLogits
+from pipetransformer.model.modules import (
+    adapter_names,
+    adapters_in_use,
+    asks_for_gradients,
     attributes_of,
+    has_hooks,
     held,
     held_tensors,
     is_opaque,
+    large_embeddings,
     marks_of,
+    modules_with_adapters,
+    named_tensors,
     opaque_kept,
     plain_tensors,
-)
-from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
-from pipetransformer.model.model_loan import ModelLoan
-from pipetransformer.model.named_parts import named_parts
-from pipetransformer.model.optimizers import (
-    NamedParameters,
-    OptimizerFactory,
-    OptimizerTraits,
-    adamw,
-    decay_by_layer,
-    named_optimizer,
-    put_state,
-    take_state,
-)
-from pipetransformer.model.own_forward import output_of
-from pipetransformer.model.packing import Packing, UnlikeAnswerError
-from pipetransformer.model.part_record import replaced
-from pipetransformer.model.parts import PartCall, PartTrial, beside_parts, present_parts
-from pipetransformer.model.parts_forward import parts_forward_of
-from pipetransformer.model.peft_models import (
-    adapter_names,
-    adapters_in_use,
-    modules_with_adapters,
+    qualified_name,
+    refuse_hooks,
+    state_of,
     unwrapped,
 )
-from pipetransformer.model.precision import DTYPES, LossScale, computing_in
-from pipetransformer.model.recording import (
-    ForwardFailedError,
-    NoRowError,
-    Reads,
-    Row,
-    block_lists,
-    modules_of,
-    whole_in_mode,
+from pipetransformer.model.parts import (
+    FollowedFloats,
+    PartCall,
+    PartTrial,
+    beside_parts,
+    named_parts,
+    parts_forward_of,
+    present_parts,
+    replaced,
 )
-from pipetransformer.model.refusals import asks_for_gradients, qualified_name
 from pipetransformer.model.registry import (
     adapt,
     entry_names,
@@ -62,26 +67,28 @@ from pipetransformer.model.registry import (
     refuse_wrapper,
     register_adapter,
 )
-from pipetransformer.model.routers import ROUTERS
-from pipetransformer.model.short_texts import on_short_first
-from pipetransformer.model.task import (
+from pipetransformer.model.training import (
+    DTYPES,
+    LossScale,
+    ModelLoan,
+    NamedParameters,
+    OptimizerFactory,
+    OptimizerTraits,
     Task,
+    adamw,
     build_optimizer,
+    computing_in,
+    decay_by_layer,
     in_mode,
     modes_of,
+    named_optimizer,
     owned_parameters,
+    put_state,
     set_frozen,
     set_modes,
+    take_state,
     trained_parameters,
 )
-from pipetransformer.model.tensors import (
-    has_hooks,
-    large_embeddings,
-    named_tensors,
-    refuse_hooks,
-    state_of,
-)
-from pipetransformer.model.word_head import UnreadLogits
 
 __all__ = [
     "DTYPES", "EntryNames", "FollowedFloats", "ForwardFailedError", "LayeredModel", "ModelLoan",

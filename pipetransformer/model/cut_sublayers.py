@@ -6,9 +6,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from pipetransformer.model.beside_blocks import BesideBlocks
+from pipetransformer.model.forward import BesideBlocks, CutForward, output_of
 from pipetransformer.model.layered_model import Sublayer
-from pipetransformer.model.own_forward import CutForward, output_of
 
 
 def cut_sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:

@@ -21,37 +21,43 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.loss import Loss, LossFunction
-from pipetransformer.model.beside_blocks import holds_block
 from pipetransformer.model.cut_sublayers import cut_sublayers
-from pipetransformer.model.dependence import (
-    joined_outputs,
-    padding_mask,
-    read_for_shape,
-    run_through,
-)
-from pipetransformer.model.entry_names import forward_parameters, names_of
-from pipetransformer.model.held_values import is_opaque, opaque_kept
-from pipetransformer.model.layered_model import LayeredModel, row_of
-from pipetransformer.model.losses import own_loss_of
-from pipetransformer.model.own_forward import CutForward, Entries, has_own_forward, output_of
-from pipetransformer.model.peft_models import name_untied, unwrapped
-from pipetransformer.model.recording import (
+from pipetransformer.model.forward import (
+    ROUTERS,
+    CutForward,
+    Entries,
     ForwardFailedError,
     NoRowError,
     Recording,
+    forward_parameters,
+    gathering_nothing,
+    gathers,
+    has_own_forward,
+    holds_block,
+    joined_outputs,
+    names_of,
+    on_short_first,
+    output_of,
+    padding_mask,
+    read_for_shape,
     record,
+    router_rows,
+    run_through,
     watched,
     whole_in_mode,
 )
-from pipetransformer.model.refusals import (
+from pipetransformer.model.layered_model import LayeredModel, row_of
+from pipetransformer.model.losses import WordHead, own_loss_of, word_head
+from pipetransformer.model.modules import (
     has_input_gradients,
+    is_opaque,
+    name_untied,
+    named_tensors,
+    opaque_kept,
     refuse_lost_checkpointing,
     refuse_replaced,
+    unwrapped,
 )
-from pipetransformer.model.routers import ROUTERS, gathering_nothing, gathers, router_rows
-from pipetransformer.model.short_texts import on_short_first
-from pipetransformer.model.tensors import named_tensors
-from pipetransformer.model.word_head import WordHead, word_head
 
 
 @final

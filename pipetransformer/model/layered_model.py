@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autopipe.loss import LossFunction
-from pipetransformer.model.held_values import is_opaque
-from pipetransformer.model.tensors import laid_out_as, named_tensors, refuse_hooks
+from pipetransformer.model.modules import is_opaque, laid_out_as, named_tensors, refuse_hooks
 
 if TYPE_CHECKING:
-    from pipetransformer.model.recording import Row
-    from pipetransformer.model.word_head import WordHead
+    from pipetransformer.model.forward import Row
+    from pipetransformer.model.losses import WordHead
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,17 @@ import torch
 from torch import nn
 
 from autopipe.loss import LossFunction
-from pipetransformer.model import (
-    general,
+from pipetransformer.model.adapters import (
     timm_vit,
     transformers_bert,
     transformers_modernbert,
     transformers_vit,
 )
-from pipetransformer.model.entry_names import EntryNames, Read, names_of
+from pipetransformer.model.forward import EntryNames, Read, names_of
+from pipetransformer.model.general import present
 from pipetransformer.model.layered_model import Builders, LayeredModel, Sublayer
-from pipetransformer.model.parts_forward import adapt_parts
-from pipetransformer.model.peft_models import refuse_peft
-from pipetransformer.model.refusals import qualified_name
+from pipetransformer.model.modules import qualified_name, refuse_peft
+from pipetransformer.model.parts import adapt_parts
 
 
 def _take_children(model: nn.Sequential) -> LayeredModel:
@@ -105,7 +104,7 @@ def adapt(
             "read=, or a LayeredModel built from its sublayers, or call "
             "register_adapter(class, build)"
         )
-    return general.present(model, read(names_of(model)), loss_fn, unties=unties)
+    return present(model, read(names_of(model)), loss_fn, unties=unties)
 
 
 def entry_names(model: nn.Module | LayeredModel) -> EntryNames:

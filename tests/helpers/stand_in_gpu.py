@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipetransformer.model import held_values
+from pipetransformer.model.modules import held_values
 
 CUDA = torch.device("cuda", 0)
 

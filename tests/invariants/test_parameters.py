@@ -123,7 +123,7 @@ def train_tables(least_bytes: int) -> tuple[dict[str, Tensor], list[int]]:
         build(self, *arguments, **{**settings, "on_one_node": False})
 
     with (
-        patch("pipetransformer.model.tensors._LEAST_TABLE_BYTES", least_bytes),
+        patch("pipetransformer.model.modules.tensors._LEAST_TABLE_BYTES", least_bytes),
         patch.object(GradientReducer, "__init__", noted),
         Trainer(
             classifier(), TensorDataset(ids, ids[:, 0] % 3), global_batch_size=8, epochs=3,
