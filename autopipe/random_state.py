@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+__all__ = ["plain_random_state", "random_state"]
+
 
 def random_state(device: torch.device) -> bytes:
     """Return the state of every generator that layers and losses on a device draw from."""

@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from autopipe.engine import Gradients, Payload, StageWork, Starts
 from autopipe.schedule import StageWorkers
 
+__all__ = ["StagePlace", "StashedWork", "WeightVersions", "check_versions"]
+
 _T = TypeVar("_T")
 Weights = Mapping[str, Tensor]
 """Leaves by the names of the parameters that they stand for."""

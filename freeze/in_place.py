@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+__all__ = [
+    "apply", "children_but_head", "find_layers", "freeze_modules", "freeze_parameters",
+    "freezing_with", "frozen_in_place", "keeps_in_eval", "list_before", "thawed_by", "tied_above",
+]  # fmt: skip
+
 _NAMES = "_frozen_in_place"
 """A module's attribute: names of its own parameters that trained before they froze.
 

@@ -19,6 +19,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+__all__ = [
+    "LineFile", "check_plain", "fsync", "hash_json", "open_unlinked", "read_sealed_json",
+    "read_tensors", "replace_file", "replace_tensors", "sealed_json", "write_tensors",
+]  # fmt: skip
+
 _SEAL = "sha256"
 _HEADER_BYTES = 8
 """Bytes at the start of a safetensors file that hold the length of its JSON header."""

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.layout import ROOT, all_modules, all_packages, imports_of, name_of
+from tests.helpers.layout import (
+    PACKAGES,
+    ROOT,
+    all_modules,
+    all_packages,
+    imports_of,
+    interface_of,
+    name_of,
+)
 
 
 @pytest.mark.parametrize("package", all_packages(), ids=name_of)
@@ -24,12 +32,17 @@ def test_a_package_exports_each_name_once(package: Path) -> None:
 
 
 def test_nobody_imports_past_an_interface() -> None:
-    owner = {name_of(path): name_of(path.parent) for path in all_modules()}
-    leaves = {name_of(one) for one in all_packages() if not any(one.glob("*/__init__.py"))}
+    """A package has an `__init__`; a module beside packages may offer names by `__all__`."""
+    modules = {name_of(path): path for path in all_modules()}
+    # Behind the interface of an inner package there may be more packages.
+    deep = [path for path in all_packages() if len(path.relative_to(ROOT).parts) > 2]
+    inside = {name_of(path): name_of(path.parent) for path in (*modules.values(), *deep)}
     past = [
         f"{name_of(path)} -> {imported}"
-        for path in (*all_modules(), *(ROOT / "experiments").rglob("*.py"))
-        for imported in imports_of(path)
-        if owner.get(imported) in leaves and owner[imported] != name_of(path.parent)
+        for folder in (*PACKAGES, "experiments", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for imported, names in imports_of(path)
+        if imported in inside and not f"{name_of(path)}.".startswith(f"{inside[imported]}.")
+        if imported not in modules or names - interface_of(modules[imported])
     ]
     assert past == []

@@ -18,9 +18,9 @@ def modules(folder: Path) -> list[Path]:
 
 def all_packages() -> list[Path]:
     """Return every package, and every package within one."""
-    packages = [ROOT / name for name in PACKAGES]
-    inner = [path.parent for package in packages for path in package.glob("*/__init__.py")]
-    return [*packages, *inner]
+    return [
+        path.parent for name in PACKAGES for path in sorted((ROOT / name).rglob("__init__.py"))
+    ]
 
 
 def name_of(path: Path) -> str:
@@ -40,10 +40,18 @@ def definitions(path: Path) -> Iterator[ast.stmt]:
             yield node
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports from."""
+def imports_of(path: Path) -> Iterator[tuple[str, set[str]]]:
+    """Yield the modules that a file imports from, and the names that it takes."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            yield node.module, {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, {alias.name}) for alias in node.names)
+
+
+def interface_of(module: Path) -> set[str]:
+    """Return the names that a module offers to other packages, by its `__all__`."""
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
