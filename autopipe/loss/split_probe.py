@@ -132,7 +132,7 @@ class SplitProbe:
             "(sum, count): the sum of the losses, and the number or weight of the targets that "
             "count; torch's own modules and functions, such as nn.CrossEntropyLoss(weight=...), "
             "are joined so if they are given as they are. A function that is known to be right "
-            "can be given as pipetransformer.model.Loss(function, is_exact=True)"
+            "can be given as pipetransformer.Loss(function, is_exact=True)"
         )
 
     def _answers(self, parts: list[_Part]) -> list[_Answer]:

@@ -210,6 +210,7 @@ def test_the_refusal_names_the_loss_the_numbers_and_the_way_out() -> None:
     with pytest.raises(
         ValueError,
         match=r"the loss 'plain_sum' depends on .*: it is 2\.77\d* over 4 samples, but 1\.73\d* "
-        r"when joined from parts of 1, 3\. .* return \(sum, count\): .*Loss\(function, is_exact",
+        r"when joined from parts of 1, 3\. .* return \(sum, count\): .* "
+        r"pipetransformer\.Loss\(function, is_exact",
     ):
         probe.refuse()
