@@ -112,33 +112,11 @@ def present_parts(
         ValueError: a part is not called once, or does not return a row for each sample.
     """
     entries, singly, run = trial.entries, trial.singly, trial.run
-    record = PartRecord(parts, selects=trial.is_counted)
     varied = [name for name in singly[0] if len({one[name].shape for one in singly}) > 1]
     with torch.no_grad(), whole_in_mode(model, training=False):
-        try:
-            with record.listening():
-                run(entries)
-        except Exception as error:
-            name = type(model).__name__
-            raise ForwardFailedError(
-                f"the forward of this {name} fails for two samples: {error}"
-            ) from error
-        _refuse_calls(record, model)
-        if trial.run_labelled is not None and _is_labelled(record, trial.run_labelled, entries):
-            raise ForwardFailedError("what a part is given is made of labels")
+        record = _recorded(model, parts, trial)
         packing, rows = _packed(record, trial)
-
-        def run_from_rows(given: Entries) -> list[Any]:
-            torch.manual_seed(0)
-            asked = list[int]()
-
-            def answer(part: int) -> Any:
-                asked.append(part)
-                return packing.unpacked(part, rows)
-
-            with served(tuple(parts.values()), answer):
-                return [*tree_leaves(run(given)), torch.tensor(asked)]
-
+        run_from_rows = partial(_run_from_rows, tuple(parts.values()), run, packing, rows)
         is_watched = any(map(trial.is_watched, beside_parts(record.below, parts.values())))
         unread = [
             name
@@ -162,6 +140,42 @@ def present_parts(
         return _layered(model, row, own_inputs, sides=(mask,) if mask else (), mask=mask)
     sides = tuple(name for name in entries if name not in unread)
     return _layered(model, row, tuple(entries), sides=sides, targets=beside)
+
+
+def _recorded(model: nn.Module, parts: Mapping[str, nn.Module], trial: PartTrial) -> PartRecord:
+    """Return how one forward ran; refuse parts that it does not call once, or gives labels."""
+    record = PartRecord(parts, selects=trial.is_counted)
+    try:
+        with record.listening():
+            trial.run(trial.entries)
+    except Exception as error:
+        name = type(model).__name__
+        raise ForwardFailedError(
+            f"the forward of this {name} fails for two samples: {error}"
+        ) from error
+    _refuse_calls(record, model)
+    if trial.run_labelled is not None and _is_labelled(record, trial.run_labelled, trial.entries):
+        raise ForwardFailedError("what a part is given is made of labels")
+    return record
+
+
+def _run_from_rows(
+    parts: tuple[nn.Module, ...],
+    run: Callable[[Entries], Any],
+    packing: Packing,
+    rows: Tensor,
+    entries: Entries,
+) -> list[Any]:
+    """Return the leaves of a forward's answer where parts return rows, and their order."""
+    torch.manual_seed(0)
+    asked = list[int]()
+
+    def answer(part: int) -> Any:
+        asked.append(part)
+        return packing.unpacked(part, rows)
+
+    with served(parts, answer):
+        return [*tree_leaves(run(entries)), torch.tensor(asked)]
 
 
 def beside_parts(modules: Iterable[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
