@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain, islice
 from typing import Any, final
 
 import torch
@@ -30,7 +29,13 @@ from torch.utils.data import DataLoader
 from autocache import CacheStats
 from freeze import FreezeChoice, FreezeSchedule, chosen_policy, find_layers
 from pipetransformer.feed import own_random_numbers
-from pipetransformer.loop.batches import BatchForm, base_of, generators_kept, giving_indices
+from pipetransformer.loop.batches import (
+    BatchForm,
+    base_of,
+    begun_within,
+    generators_kept,
+    giving_indices,
+)
 from pipetransformer.loop.forward import LoopCall, guessed_call, learning
 from pipetransformer.loop.policy import EpochPolicy, FreezeAdvice
 from pipetransformer.loop.rows import (
@@ -380,10 +385,8 @@ class CachedLoop:
                 for batch in loader:
                     yield batch if self._rows is not None else form.to_learn_from(batch)
             else:
-                with giving_indices(base, drawn.extend, make, draws=True):
-                    batches = iter(loader)
-                    first = list(islice(batches, 1))
-                yield from chain(first, batches)
+                begins = giving_indices(base, drawn.extend, make, draws=True)
+                yield from begun_within(begins, loader)
         if self._rows is None:
             raise ValueError(
                 "no forward of the model was given anything of a batch in this epoch, so nothing "

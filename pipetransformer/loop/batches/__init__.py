@@ -18,6 +18,7 @@ from pipetransformer.loop.batches.joined_texts import (
 )
 from pipetransformer.loop.batches.loaders import (
     base_of,
+    begun_within,
     giving_indices,
     is_same_dataset,
     is_same_function,
@@ -38,6 +39,7 @@ __all__ = [
     "Pieces",
     "TOKENS",
     "base_of",
+    "begun_within",
     "beside",
     "generators_kept",
     "giving_indices",

@@ -14,8 +14,8 @@ subclass of torch's, it goes on in its own way, and the loop's random numbers ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -129,6 +129,14 @@ def giving_indices(
     finally:
         own.update(kept)
         base.multiprocessing_context = context
+
+
+def begun_within(block: AbstractContextManager[None], loader: Any) -> Iterator[Any]:
+    """Yield a loader's batches, of an iteration that begins within a block."""
+    with block:
+        batches = iter(loader)
+        first = list(islice(batches, 1))
+    yield from chain(first, batches)
 
 
 class _InPlaceOf(Generic[_T]):

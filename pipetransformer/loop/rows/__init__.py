@@ -1,6 +1,7 @@
 """Serve rows in the place of what is frozen, in a loop of one's own.
 
 row_service: one model, one data set
+  ├─► model_check: which models have none
   ├─► loop_model: what a look at both finds ─► frozen_blocks, frozen_parts, released_parts
   ├─► row_probe: may there be rows?            row_account: what they cost, and save
   └─► row_batches: a loader's batches, of rows

@@ -9,12 +9,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from pipetransformer.feed import own_random_numbers
-from pipetransformer.loop.batches import BatchForm, base_of, generators_kept
+from pipetransformer.loop.batches import base_of
 from pipetransformer.loop.rows.row_service import RowService
-from pipetransformer.loop.rows.settings import PARTS
 
-_CPU = torch.device("cpu")
 MOST_EVALUATIONS = 4
 """Data sets whose rows stay."""
 
@@ -105,15 +102,11 @@ class EvaluationRows:
             oldest = next(iter(self._services))
             del self._services[oldest]
             oldest.close()
-        call, base = training.call, base_of(loader)
-        with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
-            with own_random_numbers(_CPU):
-                form = BatchForm.of(base, has_bundles=PARTS in self._settings)
+        with torch.inference_mode(False):
             rows = RowService(
                 self._model,
                 loader,
                 self._settings,
-                call=call if {*call.parameters} <= {*form.names} else None,
                 keeps_to_labels=keeps_to_labels,
                 beside=training,
             )

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -34,7 +35,8 @@ from pipetransformer.loop.forward import (
     compare_rounded,
 )
 from pipetransformer.loop.rows.loop_model import LoopModel
-from pipetransformer.loop.rows.settings import LoopSettings
+from pipetransformer.loop.rows.row_account import RowAccount, row_account
+from pipetransformer.loop.rows.row_probe import RowProbe
 from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
@@ -92,7 +94,6 @@ class RowBatches:
         known: LoopModel,
         world: World,
         place: LoopPlace,
-        settings: LoopSettings,
         *,
         learn: Callable[[LoopCall], ShortForward],
     ) -> None:
@@ -219,7 +220,7 @@ class RowBatches:
                 fetched = {**given, **self._as_wide(fetched, given)}
             fetches.append(fetched)
             number = batches[0].number if batches else None
-            batches.append(self.row_batch(fetched, ids, epoch, call, number))
+            batches.append(self._row_batch(fetched, ids, epoch, call, number))
             inputs = batches[-1].entries()
             entries = {name: inputs[one] for name, one in call.parameters.items()} | entries
         for name in [name for name in known.form.names if name not in entries]:
@@ -332,8 +333,8 @@ class RowBatches:
             computed = (self.feed.computed_rows(own, rounded=one) for one in (False, True))
             batches = [*map(self._joined, computed)]
             targets = {n: batches[0][n] for n in self._task.model.targets if n in batches[0]}
-            exact, rounded = (self.row_batch(batch, ids, epoch) for batch in batches)
-            with self.by_ourselves():
+            exact, rounded = (self._row_batch(batch, ids, epoch) for batch in batches)
+            with self._by_ourselves():
                 compare_rounded(
                     self._task,
                     exact=exact,
@@ -374,7 +375,7 @@ class RowBatches:
             )
         return self._known.form.entries_of(self._read_as_loaded(batch.ids.tolist(), batch.epoch))
 
-    def row_batch(
+    def _row_batch(
         self,
         fetched: dict[str, Tensor],
         ids: Tensor,
@@ -398,7 +399,36 @@ class RowBatches:
             place=self._place, read=self._read_inputs, bundles=known.bundle_names,
         )  # fmt: skip
 
-    def from_rows(
+    def why_not(self, depth: int) -> str:
+        """Return why rows of so many blocks would be wrong; "" where nothing was found."""
+        known, forward = self._known, self.forward
+        forward.watch = watch = ModelWatch(known.watched(depth))
+        forward.set_depth(depth)
+        probe = RowProbe(
+            self._task,
+            known.samples,
+            known.partial,
+            watch,
+            self._device,
+            short=self._from_rows,
+            leave_out=partial(setattr, forward, "leaves_out"),
+        )
+        try:
+            why = probe.why_not(depth)
+        finally:
+            forward.give_back()
+        watch.renew()
+        return why
+
+    def account(self) -> RowAccount:
+        """Reckon what rows of frozen parts cost, and save."""
+        self.forward.set_depth(1)
+        try:
+            return row_account(self._known, self._from_rows)
+        finally:
+            self.forward.give_back()
+
+    def _from_rows(
         self, entries: Mapping[str, Tensor], rows: Tensor, targets: Mapping[str, Tensor]
     ) -> Any:
         """Run the model from rows, as a loop will have it run."""
@@ -408,14 +438,14 @@ class RowBatches:
         fetched |= known.partial.beside_of(len(rows))
         ids = torch.full((len(rows),), -1)  # Nothing is read for it.
         fetched = self._joined({**fetched, HIDDEN: rows})
-        batch = self.row_batch(fetched, ids, self._place.epoch)
+        batch = self._row_batch(fetched, ids, self._place.epoch)
         batch.depth = self.forward.depth
         given = {name: entry.to(self._device) for name, entry in batch.entries().items()}
-        with self.by_ourselves():
+        with self._by_ourselves():
             return known.partial.whole({**given, **targets}, is_opened=True)
 
     @contextmanager
-    def by_ourselves(self) -> Iterator[None]:
+    def _by_ourselves(self) -> Iterator[None]:
         """Have forwards within the block say nothing of how the loop calls its model."""
         forward = self.forward
         was_confirmed, forward.is_confirmed = forward.is_confirmed, True

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain, islice
 from typing import Any, final
 from weakref import WeakSet
 
@@ -26,27 +25,22 @@ from pipetransformer.feed import SampleFeed, check_dataset, own_random_numbers
 from pipetransformer.loop.batches import (
     BatchForm,
     base_of,
+    begun_within,
     generators_kept,
     giving_indices,
     is_same_dataset,
     is_same_function,
 )
-from pipetransformer.loop.forward import (
-    LoopCall,
-    ModelWatch,
-    ShardedWeights,
-    ShortForward,
-    guessed_call,
-)
+from pipetransformer.loop.forward import LoopCall, ShardedWeights, ShortForward
 from pipetransformer.loop.rows.frozen_blocks import FrozenBlocks
 from pipetransformer.loop.rows.frozen_parts import FrozenParts
 from pipetransformer.loop.rows.loop_model import look_at
+from pipetransformer.loop.rows.model_check import check_model, expected_call
 from pipetransformer.loop.rows.released_parts import ReleasedParts
-from pipetransformer.loop.rows.row_account import RowAccount, row_account
+from pipetransformer.loop.rows.row_account import RowAccount
 from pipetransformer.loop.rows.row_batches import LoopPlace, RowBatches
-from pipetransformer.loop.rows.row_probe import RowProbe
 from pipetransformer.loop.rows.settings import LoopSettings
-from pipetransformer.model import NoRowError, Task, names_of
+from pipetransformer.model import NoRowError, Task
 from pipetransformer.processes import World, connect
 
 _LOGGER = logging.getLogger(__name__)
@@ -60,12 +54,14 @@ class RowService:
 
     Args:
         keeps_to_labels: whether the loss reads no position that its label leaves out.
-        beside: another service of the model, which has frozen its blocks.
+        beside: another service of the model, which has frozen its blocks, and whose call is this
+            one's where the loader has its entries.
     Raises:
         TypeError, ValueError: the loader's samples are not known by index, or the model cannot be
             cut.
 
     Attributes:
+        num_frozen: blocks that are frozen; -1 before any was asked for.
         sees_first: whether a loop's first batch is yet to show what the model is given. Until the
             next one blocks freeze without rows.
         num_of_others: hits by rows that another run has kept.
@@ -89,7 +85,7 @@ class RowService:
             models = (model, known.releases_beside)
             self._released = ReleasedParts(known.parts, models, folder)
         self._new_calls, self.sees_first = list[LoopCall](), False
-        self._stats, self._num_frozen = CacheStats(), -1
+        self._stats, self.num_frozen = CacheStats(), -1
         self._new_stats, self.num_of_others, self._has_filled = CacheStats(), 0, False
         # What is shown of the model is of parts where so many blocks are frozen.
         self._parts: FrozenParts | None = None
@@ -97,8 +93,7 @@ class RowService:
         self._has_told = False
         self._begun = WeakSet[DataLoader[Any]]()  # Loaders that have begun an epoch.
         self._account: RowAccount | None = None
-        _refuse_sharded(model, known)
-        _refuse_prompts(model)
+        check_model(model, known)
         self._weights: ShardedWeights | None = (
             ShardedWeights.of(model) if beside is None else beside._weights
         )
@@ -109,8 +104,10 @@ class RowService:
         with generators_kept(base.collate_fn, base.dataset):
             with own_random_numbers(self.device):
                 self._whole_form = BatchForm.of(base, has_bundles=bool(self._settings.parts))
+            if beside is not None and {*beside._call.parameters} <= {*self._whole_form.names}:
+                call = beside._call
             with self._whole():
-                self._begin((call or _expected_call(model, self._whole_form),))
+                self._begin((call or expected_call(model, self._whole_form),))
         # Until it is said what that changes.
         self._place.tells_rounding = self.task.config.cache_dtype is not None
 
@@ -139,9 +136,7 @@ class RowService:
         known.weights = self._weights
         self._known, self._blocks = known, FrozenBlocks(known)
         self.world: World = connect(self.device.type, timeout_s=self.task.config.setup_timeout_s)
-        self._batches = RowBatches(
-            known, self.world, self._place, self._settings, learn=self._learn
-        )
+        self._batches = RowBatches(known, self.world, self._place, learn=self._learn)
         if self._released is not None:
             self._released.users.add(self._batches)
 
@@ -168,17 +163,15 @@ class RowService:
 
     def _learn(self, call: LoopCall) -> ShortForward:
         """Serve the loop as it calls its model, which is not what was expected, or is more."""
+        gives_as_many = {*call.targets.values()} >= {*self._call.targets.values()}
+        keeps = gives_as_many or not self.task.model.reads_by_labels
         if self.forward.is_confirmed:
             self._add_column(call)
-            return self.forward
-        known = self._known.calls[0]
-        gives_as_many = {*call.targets.values()} >= {*known.targets.values()}
-        keeps = gives_as_many or not self.task.model.reads_by_labels
-        if known.has_rows_of(call) and keeps:
+        elif self._call.has_rows_of(call) and keeps:
             self._known.expect(call)
             self.forward.expect(call)
-            return self.forward
-        self._serve((call,))
+        else:
+            self._serve((call,))
         return self.forward
 
     def _add_column(self, call: LoopCall) -> None:
@@ -200,17 +193,14 @@ class RowService:
     def take_up_columns(self) -> None:
         """Serve what the first batch has shown, from the next one on."""
         if self._new_calls or self.sees_first:
-            calls, self._new_calls, self.sees_first = (
-                (*self._known.calls, *self._new_calls),
-                [],
-                False,
-            )
+            calls = (*self._known.calls, *self._new_calls)
+            self._new_calls, self.sees_first = [], False
             with torch.inference_mode(False):
                 self._serve(calls)
 
     def _serve(self, calls: tuple[LoopCall, ...]) -> None:
         """Look at the model anew, and serve what the loop gives it."""
-        num_frozen, self._num_frozen = self._num_frozen, -1
+        num_frozen, self.num_frozen = self.num_frozen, -1
         if calls != self._known.calls:
             is_awaited, num_served = self.forward.is_awaited, self.forward.num_served
             expected = self._known.calls
@@ -260,8 +250,7 @@ class RowService:
         return is_same and is_same_function(base.collate_fn, function)
 
     @property
-    def call(self) -> LoopCall:
-        """Return what the loop gives the model."""
+    def _call(self) -> LoopCall:
         return self._known.calls[0]
 
     @property
@@ -275,23 +264,14 @@ class RowService:
         return set() if self._parts is None else self._parts.weights
 
     @property
-    def num_frozen(self) -> int:
-        """Return how many blocks are frozen; -1 before any was asked for."""
-        return self._num_frozen
-
-    @property
-    def depth(self) -> int:
-        return self.feed.prefix.depth
-
-    @property
     def num_still(self) -> int:
         """Return a number that tells what is frozen: blocks, and one more for named parts."""
-        return max(0, self._num_frozen) + bool(self.part_weights)
+        return max(0, self.num_frozen) + bool(self.part_weights)
 
     @property
     def may_serve(self) -> bool:
         """Return whether there are frozen blocks, and rows may be kept of them."""
-        return self.depth > 0 and self.feed.keeper.may_cache
+        return self.feed.prefix.depth > 0 and self.feed.keeper.may_cache
 
     @property
     def may_ever_serve(self) -> bool:
@@ -305,7 +285,7 @@ class RowService:
 
     def set_depth(self, num_frozen: int) -> None:
         """Freeze so many blocks, and have rows of what is frozen. Collective."""
-        if num_frozen == self._num_frozen:
+        if num_frozen == self.num_frozen:
             return
         self._bring_back()
         if self._parts is not None:
@@ -319,7 +299,7 @@ class RowService:
         self._notice_changes(num_frozen)
         if self._freezes:
             self._blocks.freeze(num_frozen)
-        self._num_frozen, depth = num_frozen, self.task.prefix_depth(num_frozen)
+        self.num_frozen, depth = num_frozen, self.task.prefix_depth(num_frozen)
         if depth < num_frozen and not self._has_told:
             self._has_told = True
             _LOGGER.warning(
@@ -334,13 +314,13 @@ class RowService:
     def _set_parts(self, parts: FrozenParts, num_frozen: int) -> None:
         """Have rows of the parts, and of what the last frozen block returns, whatever it is."""
         named = parts.at(num_frozen)
-        if self._freezes and max(0, self._num_frozen) != num_frozen:
+        if self._freezes and max(0, self.num_frozen) != num_frozen:
             self.forward.give_back()
             with own_random_numbers(self.device):
                 parts.freeze(num_frozen, self._known.run_example)
-        self._num_frozen = num_frozen
+        self.num_frozen = num_frozen
         self._have_rows_of(named, num_frozen)
-        if num_frozen and not self.depth and parts.at(0):
+        if num_frozen and not self.feed.prefix.depth and parts.at(0):
             # Those of the block cannot be had, or do not pay.
             self._have_rows_of(parts.at(0), 0)
 
@@ -363,7 +343,8 @@ class RowService:
         self.forward.give_back()
 
     def _have_rows(self, depth: int) -> None:
-        if self._settings.caches is False or self.sees_first or not self._may_have_rows(depth):
+        may_have = depth > 0 and self._settings.caches is not False and not self.sees_first
+        if not (may_have and self._are_rows_right(depth) and self._pays()):
             depth = 0
         self._note_stats()
         # What is kept serves loops in any mode.
@@ -372,12 +353,8 @@ class RowService:
             self.feed.follow_prefix()
         self.forward.set_depth(depth)
 
-    def _may_have_rows(self, depth: int) -> bool:
-        """Return whether rows would be right, and pay. Collective."""
-        return depth > 0 and self._are_rows_right(depth) and self._pays()
-
     def _pays(self) -> bool:
-        """Return whether rows of parts save enough of a step; rows of blocks always do."""
+        """Return whether rows of parts save enough of a step; rows of blocks do. Collective."""
         if self._parts is None or not self._parts.at(0):
             return True
         if self._account is not None or not self._freezes:
@@ -385,12 +362,8 @@ class RowService:
         is_told = bool(self._settings.caches) or self.task.config.cache_keep
         if is_told and not _LOGGER.isEnabledFor(logging.INFO):
             return True
-        self.forward.set_depth(1)
-        try:
-            with generators_kept(self._base.collate_fn, self._base.dataset):
-                self._account = account = row_account(self._known, self._batches.from_rows)
-        finally:
-            self.forward.give_back()
+        with generators_kept(self._base.collate_fn, self._base.dataset):
+            self._account = account = self._batches.account()
         pays = is_told or bool(self.agreed(account.pays))
         if not pays:
             _LOGGER.warning(
@@ -405,24 +378,8 @@ class RowService:
 
     def _are_rows_right(self, depth: int) -> bool:
         """Return whether rows may take the blocks' place; a warning says why not."""
-        self.forward.watch = watch = ModelWatch(self._known.watched(depth))
-        self.forward.set_depth(depth)
-        probe = RowProbe(
-            self.task,
-            self._known.samples,
-            self._known.partial,
-            watch,
-            self.device,
-            short=self._batches.from_rows,
-            leave_out=self.forward.leave_out,
-        )
-        base = self._base
-        try:
-            with generators_kept(base.collate_fn, base.dataset):
-                why = probe.why_not(depth)
-        finally:
-            self.forward.give_back()
-        watch.renew()
+        with generators_kept(self._base.collate_fn, self._base.dataset):
+            why = self._batches.why_not(depth)
         if why and not self._has_told:
             self._has_told = True
             _LOGGER.warning(
@@ -463,10 +420,7 @@ class RowService:
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch of the loader."""
-        with self.taken_over(loader):
-            batches = iter(loader)
-            first = list(islice(batches, 1))
-        yield from chain(first, batches)
+        return begun_within(self.taken_over(loader), loader)
 
     def marked(self, loader: Any) -> Iterator[Any]:
         """Yield the loader's own batches; until it is known, these say what the model is given."""
@@ -506,7 +460,8 @@ class RowService:
                 for batch in batches:
                     self.made(batch)
                     bar.update(len(batch))
-                    bar.set_postfix_str(f"{self.num_bytes / 2**20:.0f} MiB", refresh=False)
+                    num_bytes = 0 if (store := self.feed.keeper.store) is None else store.num_bytes
+                    bar.set_postfix_str(f"{num_bytes / 2**20:.0f} MiB", refresh=False)
         self.take_stats()  # They are of no step.
         self.release()
 
@@ -523,12 +478,6 @@ class RowService:
         """Have parts on their device, as looks at the model run them, and compare buffers."""
         if self._released is not None:
             self._released.come_back("the model is looked at")
-
-    @property
-    def num_bytes(self) -> int:
-        """Return what rows take where they lie."""
-        store = self.feed.keeper.store
-        return 0 if store is None else store.num_bytes
 
     @property
     def stats(self) -> CacheStats:
@@ -566,48 +515,3 @@ class RowService:
         if self._released is not None and self._freezes:
             self._released.close()
         self._released = None
-
-
-def _refuse_prompts(model: nn.Module) -> None:
-    configs = getattr(model, "peft_config", {})
-    if any(getattr(one, "is_prompt_learning", False) for one in configs.values()):
-        raise ValueError(
-            "the model puts prompts that it learns before each sample, so that frozen blocks "
-            "return something else at every step: there is nothing to cache"
-        )
-
-
-def _expected_call(model: nn.Module, form: BatchForm) -> LoopCall:
-    call = guessed_call(model, form.names)
-    if call is None:
-        raise ValueError(
-            f"batches have the entries {list(form.names)}, and the model takes "
-            f"{list(names_of(model).inputs)}: which is given which cannot be told by their names. "
-            "Name entries as the model does, or use `attach` in a loop of your own, which learns "
-            "it from the first forward"
-        )
-    return call
-
-
-def _refuse_sharded(model: nn.Module, settings: LoopSettings) -> None:
-    # By its name: importing that class takes half as long as importing torch.
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if "FullyShardedDataParallel" in kinds:
-        raise ValueError(
-            "FullyShardedDataParallel (FSDP1) gathers a block's weights on all ranks at once, but "
-            "ranks compute rows for unequal numbers of samples, and would wait for each other: "
-            "use torch.distributed.fsdp.fully_shard (FSDP2) or DistributedDataParallel, or freeze "
-            "without rows by freeze.apply"
-        )
-    if "FSDPModule" not in kinds:
-        return
-    refused = {
-        "parts=": settings.parts,
-        "cache_keep=": settings.cache.get("cache_keep"),
-        "cache_dtype=": settings.cache.get("cache_dtype"),
-    }
-    if odd := [name for name, value in refused.items() if value]:
-        raise ValueError(
-            f"with fully_shard (FSDP2) {odd[0]} is not served: freeze= blocks, leave {odd[0]} "
-            "out, or use DistributedDataParallel"
-        )
