@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
-from pipetransformer.loop.batches import DERIVED, BatchEntry, Mark
+from pipetransformer.loop.batches import DERIVED, BatchEntry, Mark, plain
+from pipetransformer.loop.forward.model_hooks import ModelHook
 from pipetransformer.model import ROUTERS, TARGETS, names_of, unwrapped
 
 _HARMLESS = ("return_dict", "num_items_in_batch", "logits_to_keep", "fused_lm_head")
@@ -313,16 +316,16 @@ def holds_entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def with_plain(
-    args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[BatchEntry], Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], value_of: Callable[[BatchEntry], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with something else in the place of entries."""
     if _has_containers((*args, *kwargs.values())):
         given: tuple[tuple[Any, ...], dict[str, Any]]
-        given = tree_map_only(BatchEntry, plain, (args, kwargs))
+        given = tree_map_only(BatchEntry, value_of, (args, kwargs))
         return given
     return (
-        tuple(plain(one) if isinstance(one, BatchEntry) else one for one in args),
-        {n: plain(one) if isinstance(one, BatchEntry) else one for n, one in kwargs.items()},
+        tuple(value_of(one) if isinstance(one, BatchEntry) else one for one in args),
+        {n: value_of(one) if isinstance(one, BatchEntry) else one for n, one in kwargs.items()},
     )
 
 
@@ -331,3 +334,51 @@ def _has_containers(flat: Sequence[Any]) -> bool:
 
 
 _SINGLE = (bool, int, float, str, type(None))
+
+
+@contextmanager
+def learning(
+    model: nn.Module, begin: Callable[[LoopCall], None], *, of_parts: bool
+) -> Iterator[None]:
+    """Have the first forward within the block that is given entries say how it is called."""
+    signature, within = ForwardCall(model, of_parts=of_parts), list[RemovableHandle]()
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = signature.learned(args, kwargs) if holds_entries(args, kwargs) else None
+        if call is not None:
+            handle.remove()
+            begin(call)
+        elif any(isinstance(one, Mapping) for one in (*args, *kwargs.values())) and not within:
+            within.extend(_refusing_whole(model))
+            return None
+        elif model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "the first forward says what the model is given of a batch, and freezes; but this "
+                "one is given nothing of it, or changed values. Change samples in the data set or "
+                "collate_fn, or give batches the names of the model's parameters"
+            )
+        return with_plain(args, kwargs, plain)
+
+    hook = ModelHook(torch.compiler.disable(look))
+    handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        for one in (handle, *within):
+            one.remove()
+
+
+def _refusing_whole(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Have the part be named that is given entries, where the whole is given a mapping."""
+
+    def look(name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if holds_entries(args, kwargs) and ForwardCall(part).learned(args, kwargs) is not None:
+            raise ValueError(
+                f"this {type(model).__name__} is given a mapping, and hands what is in it to its "
+                f"part {name!r}: attach that, model.get_submodule({name!r}), in the model's place"
+            )
+
+    for name, part in model.named_modules():
+        if name and any(isinstance(one, nn.ModuleList) for one in part.modules()):
+            hook = ModelHook(torch.compiler.disable(partial(look, name)))
+            yield part.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)

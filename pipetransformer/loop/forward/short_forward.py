@@ -18,9 +18,7 @@ and the rest of the model are called as ever. Copies and pickles of the model ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -29,9 +27,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from pipetransformer.checks import differ
 from pipetransformer.feed import FrozenPrefix
-from pipetransformer.loop.batches import TOKENS, BatchEntry, Mark, plain
+from pipetransformer.loop.batches import TOKENS, BatchEntry, Mark
 from pipetransformer.loop.forward.forward_call import (
     ForwardCall,
     LoopCall,
@@ -39,16 +36,10 @@ from pipetransformer.loop.forward.forward_call import (
     holds_entries,
     with_plain,
 )
-from pipetransformer.loop.forward.model_watch import HOOKS, InnerHooks, ModelWatch, hold_others
-from pipetransformer.loop.forward.partial_forward import autocast_dtype
-from pipetransformer.model import (
-    PartCall,
-    adapter_names,
-    adapters_in_use,
-    beside_parts,
-    modules_with_adapters,
-    row_of,
-)
+from pipetransformer.loop.forward.model_hooks import ModelHook, OwnForward
+from pipetransformer.loop.forward.model_watch import HOOKS, ModelWatch, hold_others
+from pipetransformer.loop.forward.served_parts import ServedParts, refuse_other_autocast
+from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -92,31 +83,18 @@ class ShortForward:
         self._prefix, self._task, self._renew, self._read = prefix, prefix.task, renew, read
         self.watch, self._learn, self.is_confirmed = watch, learn, False
         self._row, self.depth = row_of(self._task.model), 0
-        row = self._row
-        self._names = () if row.packing is None else row.packing.names
-        parts = () if row.packing is None else row.blocks
-        self._part_calls: Sequence[PartCall] = row.calls if row.packing is not None else ()
-        self._inner = [InnerHooks(part) for part in parts]
-        sides = self._task.model.sides_of(0, len(self._task.model.sublayers))
-        if parts and (row.idle or {*self._task.model.inputs} - {*sides}):
-            # What lies below is given nothing that a hook could read, where rows serve.
-            below = nn.ModuleList(beside_parts(row.called_below, parts))
-            self._inner.append(InnerHooks(below))
+        self._parts = ServedParts(self._task)
         self._call = ForwardCall(
             self._task.model.model,
             calls,
-            of_parts=bool(self._names),
-            of_routers=row.routers is not None,
+            of_parts=bool(self._parts.names),
+            of_routers=self._row.routers is not None,
             of_joined=self._task.model.padding_mask == TOKENS,
         )
         self.is_awaited, self.num_served, self.leaves_out = False, 0, False
         # Rows that this forward may use, known from its start to its end, and whose they are.
         self._rows: Tensor | None = None
         self._version, self._batches = 0, list[RowBatch]()
-        self._answered = set[int]()  # Parts that have had theirs.
-        # Parts whose rows are what they return where the forward is given lists of targets.
-        self._proven = set[int]()
-        self._is_proving = False
         self._nan: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: list[nn.Module] = []
         self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
@@ -126,7 +104,7 @@ class ShortForward:
         self.place: object = None
         self.agree: Callable[[bool, Sequence[nn.Module]], bool] | None = None
         # From the first batch on, as it may be run when all is thawed.
-        begin, end = (_Hook(torch.compiler.disable(one)) for one in (self._begin, self._end))
+        begin, end = (ModelHook(torch.compiler.disable(one)) for one in (self._begin, self._end))
         whole = self._task.model.model
         self._handles: list[RemovableHandle] = [
             whole.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
@@ -141,7 +119,7 @@ class ShortForward:
         serving = [partial(self._forward, i) for i in range(len(blocks))]
         if self._row.packing is not None:
             serving = [partial(self._part, i) for i in range(len(blocks))]
-        if any(isinstance(vars(block).get("forward"), _Forward) for block in blocks):
+        if any(isinstance(vars(block).get("forward"), OwnForward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
                 "it, or another training"
@@ -173,7 +151,7 @@ class ShortForward:
         own = vars(module).get("forward")
         # Compiled code would know the rows of one batch alone.
         served = torch.compiler.disable(partial(serve, module.forward))
-        module.forward = _Forward(module, own, served)
+        module.forward = OwnForward(module, own, served)
         self._replaced.append(module)
 
     @property
@@ -185,7 +163,7 @@ class ShortForward:
         """Let blocks run as they did."""
         for block in self._replaced:
             replacement = vars(block).get("forward")
-            if not isinstance(replacement, _Forward):
+            if not isinstance(replacement, OwnForward):
                 continue  # Somebody has put another in its place.
             if replacement.own is None:
                 del block.forward
@@ -205,10 +183,6 @@ class ShortForward:
         self._is_paused = False
         self.set_depth(self.depth)
 
-    def leave_out(self, leaves_out: bool) -> None:
-        """Leave out the entrance from now on, or have it run."""
-        self.leaves_out = leaves_out
-
     def close(self) -> None:
         """Let the model run as it did."""
         self.give_back()
@@ -221,10 +195,7 @@ class ShortForward:
         self._rows = None
         if self._is_paused:
             return None
-        self._answered.clear()
-        self._is_proving = len(self._proven) < len(self._part_calls) and self._call.gives_lists(
-            args, kwargs
-        )
+        self._parts.begin(has_lists=self._call.gives_lists(args, kwargs))
         if not holds_entries(args, kwargs):
             self._have_all_agree()
             self._tell_once(model)
@@ -324,12 +295,12 @@ class ShortForward:
         return torch.stack(rows).to(entry.device, entry.dtype)
 
     def _end(self, _model: nn.Module, _given: object, answer: object) -> None:
-        missed = [name for i, name in enumerate(self._names) if i not in self._answered]
+        missed = self._parts.left_out
         is_read = all(not batch.not_read for batch in self._batches)
         if self._rows is not None and missed and not is_read and answer is not None:
             self._rows = None
             raise ValueError(
-                f"this forward leaves out {missed[0]!r}, which it has called before, and computes "
+                f"this forward leaves out {missed!r}, which it has called before, and computes "
                 f"of what was not read, as it had rows: give reads={self._inputs!r}"
             )
         if self._rows is not None and self._rows._version != self._version:
@@ -342,9 +313,8 @@ class ShortForward:
         in_use = adapters_in_use(self._with_adapters)
         edited = self._prefix.is_edited() or self.watch.changed()
         ours = (vars(block).get("forward") for block in self._replaced)
-        edited = edited or not all(isinstance(one, _Forward) for one in ours)
-        is_missed = any(hooks.missed_at() for hooks in self._inner)
-        return in_use == self._adapters and not edited and not is_missed
+        edited = edited or not all(isinstance(one, OwnForward) for one in ours)
+        return in_use == self._adapters and not edited and not self._parts.miss_hooks()
 
     def refuse_replaced(self) -> None:
         """Raise a ValueError where a module that is frozen, or around the blocks, is another."""
@@ -377,7 +347,7 @@ class ShortForward:
             routers.tell(rows.to(hidden.device), index, self.depth)
         if index < self.depth - 1:
             return call.answered(hidden)
-        self._refuse_other_autocast(hidden.device.type, self._task.computes_in)
+        refuse_other_autocast(hidden.device.type, self._task.computes_in)
         rows = self._states(rows).to(hidden.device)
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.
             rows = rows.detach().requires_grad_()
@@ -401,49 +371,16 @@ class ShortForward:
         return rows.requires_grad_(needs and torch.is_grad_enabled())
 
     def _part(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        name, call = self._names[index], self._part_calls[index]
         if self._rows is None:
-            self._refuse_unread_again(name, (args, kwargs))
+            self._refuse_unread_again(self._parts.names[index], (args, kwargs))
             return run(*args, **kwargs)
-        if index in self._answered:
-            raise ValueError(
-                f"this forward calls {name!r} twice, but rows are of its first call: a part must "
-                "be called once in each forward; leave it out of parts="
-            )
-        self._answered.add(index)
-        device = next(self._task.model.model.parameters()).device
-        self._refuse_other_autocast(device.type, call.computes_in)
-        if self._is_proving:
-            self._prove(index, run, args, kwargs)
-        needs = self._inner[index].need_gradients()
-        return call.answered(self._rows, (args, kwargs), needs_gradients=needs)
+        return self._parts.answer(index, self._rows, run, args, kwargs)
 
     def _idle(self, answer: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._rows is None or self._is_proving:  # A part that is proven would be given NaN.
+        # A part that is proven would be given NaN.
+        if self._rows is None or self._parts.is_proving:
             return run(*args, **kwargs)
         return answer.blank(len(self._rows), next(self._task.model.model.parameters()).device)
-
-    def _prove(self, index: int, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Raise a ValueError where a part returns something else than its rows hold.
-
-        Rows are made without what is in lists, such as a detector's boxes, and a part may use it.
-        """
-        assert self._rows is not None
-        call = self._part_calls[index]
-        with torch.no_grad():
-            found = tree_leaves(run(*args, **kwargs))
-            rows = tree_leaves(call.answered(self._rows, (args, kwargs), needs_gradients=False))
-        pairs = [*zip(found, rows, strict=False)]
-        is_same = len(found) == len(rows) and not any(
-            isinstance(a, Tensor) and differ(a, b, call.computes_in) for a, b in pairs
-        )
-        if not is_same:
-            raise ValueError(
-                f"{self._names[index]!r} returns something else where the forward is given a list "
-                "of targets than without, and rows are made without: leave it out of parts=, or "
-                "name a part that does not see them"
-            )
-        self._proven.add(index)
 
     def _refuse_unread_again(self, name: str, given: Any) -> None:
         """Raise a ValueError where a checkpoint runs a part again, on what was not read."""
@@ -460,99 +397,3 @@ class ShortForward:
     @property
     def _inputs(self) -> tuple[str, ...]:
         return tuple(name for call in self._call.calls for name in call.parameters)
-
-    def _refuse_other_autocast(self, kind: str, due: torch.dtype | None) -> None:
-        now = autocast_dtype(kind)
-        if now != due:
-            raise ValueError(
-                f"the forward computes in {now or 'no autocast'}, but rows were computed in "
-                f"{due or 'no autocast'}: give precision='bf16' or 'fp16' as the loop computes, "
-                "or none"
-            )
-
-
-@contextmanager
-def learning(
-    model: nn.Module, begin: Callable[[LoopCall], None], *, of_parts: bool
-) -> Iterator[None]:
-    """Have the first forward within the block that is given entries say how it is called."""
-    signature, within = ForwardCall(model, of_parts=of_parts), list[RemovableHandle]()
-
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = signature.learned(args, kwargs) if holds_entries(args, kwargs) else None
-        if call is not None:
-            handle.remove()
-            begin(call)
-        elif any(isinstance(one, Mapping) for one in (*args, *kwargs.values())) and not within:
-            within.extend(_refusing_whole(model))
-            return None
-        elif model.training and torch.is_grad_enabled():
-            raise ValueError(
-                "the first forward says what the model is given of a batch, and freezes; but this "
-                "one is given nothing of it, or changed values. Change samples in the data set or "
-                "collate_fn, or give batches the names of the model's parameters"
-            )
-        return with_plain(args, kwargs, plain)
-
-    hook = _Hook(torch.compiler.disable(look))
-    handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    try:
-        yield
-    finally:
-        for one in (handle, *within):
-            one.remove()
-
-
-def _refusing_whole(model: nn.Module) -> Iterator[RemovableHandle]:
-    """Have the part be named that is given entries, where the whole is given a mapping."""
-
-    def look(name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if holds_entries(args, kwargs) and ForwardCall(part).learned(args, kwargs) is not None:
-            raise ValueError(
-                f"this {type(model).__name__} is given a mapping, and hands what is in it to its "
-                f"part {name!r}: attach that, model.get_submodule({name!r}), in the model's place"
-            )
-
-    for name, part in model.named_modules():
-        if name and any(isinstance(one, nn.ModuleList) for one in part.modules()):
-            hook = _Hook(torch.compiler.disable(partial(look, name)))
-            yield part.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-
-
-@final
-@dataclass(frozen=True)
-class _Forward:
-    """Be a block's forward. A copy or a pickle of the block gets its own forward."""
-
-    block: nn.Module
-    own: Callable[..., Any] | None
-    call: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A block's copy exists when its attributes are copied, and has its class's forward yet.
-        return (getattr, (self.block, "forward")) if self.own is None else (_same, (self.own,))
-
-
-@final
-@dataclass(frozen=True)
-class _Hook:
-    """Be a hook on the model. On a copy or a pickle of it, it does nothing."""
-
-    call: Callable[..., Any]
-
-    def __call__(self, *given: Any) -> Any:
-        return self.call(*given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (_ignore,)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing."""

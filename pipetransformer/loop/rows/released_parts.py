@@ -14,11 +14,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, final
+from typing import final
 from weakref import WeakSet
 
 import torch
@@ -28,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from pipetransformer.loop.forward import ModelHook
 from pipetransformer.loop.rows.row_batches import RowBatches
 
 _LOGGER = logging.getLogger(__name__)
@@ -77,13 +77,12 @@ class ReleasedParts:
         for part in self._parts.values():
             for module in part.modules():
                 run = self._begin_part if module is part else self._begin_inner
-                hook = _Hook(torch.compiler.disable(run))
+                hook = ModelHook(torch.compiler.disable(run))
                 # Behind the hook that finds out whether a forward has rows.
                 self._at_runs.append(module.register_forward_pre_hook(hook))
         if not self._at_copies:
             for module in dict.fromkeys((self._models[0], *self._parts.values())):
-                copied = partial(self.come_back, "the model's state is copied")
-                hook = _Hook(copied, runs_on_copy=True)
+                hook = ModelHook(self._begin_copy, runs_on_copy=True)
                 self._at_copies.append(module.register_state_dict_pre_hook(hook))
 
     def come_back(self, why: str, *, level: int = logging.WARNING) -> None:
@@ -111,6 +110,9 @@ class ReleasedParts:
 
     def _begin_inner(self, *_: object) -> None:
         self.come_back("a forward has no rows of them: a sample is new, or others are given")
+
+    def _begin_copy(self, *_: object) -> None:
+        self.come_back("the model's state is copied")
 
     def _leaving(self, device: torch.device) -> list[list[Tensor]]:
         """Return what leaves a device, by the memory it lies in.
@@ -203,24 +205,3 @@ def _mapped(flat: Tensor, *, folder: Path) -> Tensor:
         return torch.from_file(
             file.name, shared=False, size=len(flat), dtype=flat.dtype, device="cpu"
         )
-
-
-@final
-@dataclass(frozen=True)
-class _Hook:
-    """Be a hook that does nothing on a copy of its module, but may run when that is made."""
-
-    call: Callable[..., None]
-    runs_on_copy: bool = False
-
-    def __call__(self, *_: Any) -> None:
-        self.call()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.runs_on_copy:
-            self.call()
-        return _Hook, (_nothing,)
-
-
-def _nothing() -> None:
-    """Do nothing."""
