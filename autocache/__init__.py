@@ -2,9 +2,9 @@
 
 prefix_cache: one fetch
   ├─► prefix_rows ─► activation_store: what each of these stores does ─► layout
-  │     store            rows in a file, or in memory
-  │     device_store     rows on a GPU ─► behind
-  │     behind           rows of another store, which a thread writes
+  │     store            rows in a file, or in memory ─► checksum
+  │     device_store     rows on a GPU ─► write_behind
+  │     write_behind     rows of another store, which a thread writes
   │     tiered_store     rows of several stores
   │     kept_store       rows kept between runs ─► row_sets ─► store
   ├─► row_reader ─► tiered_store

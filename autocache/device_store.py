@@ -19,7 +19,7 @@ from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, Store
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
 from autocache.row_pool import RowPool
-from autocache.store import RowStore, check_rows
+from autocache.store import RowStore
 from autocache.uploads import beside
 from autocache.write_behind import WriteBehind
 
@@ -83,7 +83,7 @@ class DeviceStore(StoreProxy):
         """Write rows; "hidden" is given on the device."""
         rest = {name: row for name, row in rows.items() if name != HIDDEN}
         hidden = {name: row.detach() for name, row in rows.items() if name == HIDDEN}
-        check_rows(RowLayout((self._field,)), hidden, len(ids))
+        RowLayout((self._field,)).check(hidden, len(ids))
         values, has_row = hidden[HIDDEN], ids < self.num_rows
         if self._field.varies and lengths is not None:
             values = _zeros_behind(values, lengths)

@@ -18,6 +18,7 @@ import math
 import mmap
 import os
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -133,6 +134,16 @@ class RowLayout:
     def expected_bytes(self) -> int:
         """Return the bytes that a row takes in a file on average."""
         return sum(one.expected_bytes(self.mean_length) for one in self.fields)
+
+    def check(self, rows: Mapping[str, Tensor], num: int) -> None:
+        """Raise a ValueError for rows that do not match."""
+        given = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
+        wanted = {field.name: ((num, *field.shape), field.dtype) for field in self.fields}
+        if given != wanted:
+            raise ValueError(
+                f"rows {given} do not match the store's {wanted}; every sample needs the same "
+                "shapes and dtypes, so pad each sample to a fixed length or use no store"
+            )
 
     @property
     def varies(self) -> bool:

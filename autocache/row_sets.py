@@ -183,11 +183,6 @@ class RowSets:
         with self._locked():
             _delete(folder)
 
-    def make_room(self, wanted_bytes: int = 0) -> int:
-        """Throw sets out beyond the limit, the least recently used first; return what has room."""
-        with self._locked():
-            return self._room(wanted_bytes)
-
     def _opened(self, made_from: MadeFrom, layout: RowLayout) -> OpenSet | None:
         folder = self.folder / _name_of(made_from, layout)
         if not (folder / _ABOUT).exists():

@@ -3,8 +3,7 @@
 A row is valid to a reader who knows its stamp. A writer clears the stamp, writes the bytes and the
 check value, then publishes the stamp. A reader reads the stamp before and after copying the bytes,
 and sums the copy. So a row that is half written, overwritten meanwhile, or damaged is a miss,
-without locks. The sum is of the row's words, each times an odd factor of its place, modulo 2**64.
-It changes with any one word, and where words change places.
+without locks.
 
 Source: AutoCache, PipeTransformer section 3.4, keeps a dictionary of files in shared memory. Ours
 is one file, written in place. Rows of one length have slots that are reserved when it is created;
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
+from autocache.checksum import check_values, copy_in, copy_out, factors_of
 from autocache.layout import (
     ALIGN_BYTES,
     CONDEMNED,
@@ -44,11 +44,6 @@ from autocache.layout import (
 from autocache.rooms import Rooms, starts_of
 from autocache.row_pool import RowPool
 
-_PIECE_WORDS = 1 << 15
-"""Copied before they are summed: few enough to be in the CPU's cache still."""
-_SHORT_WORDS = 1 << 10
-"""Of rows that are copied, or summed, faster together than by a call for each."""
-_ALL_BITS = (1 << 64) - 1
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -91,9 +86,7 @@ class RowStore(ActivationStore):
         words = torch.frombuffer(
             mapping, dtype=torch.int64, count=num_words, offset=shape.rows_start
         )
-        factors = (
-            np.random.default_rng(0).integers(1 << 63, size=row_words, dtype=np.uint64) * 2 + 1
-        )
+        factors = factors_of(row_words)
         self._rooms = Rooms(path, shape, mapping, descriptor) if layout.varies else None
         self._fixed_units = layout.fixed_bytes // ALIGN_BYTES
         num_units = shape.num_units(len(mapping))
@@ -263,7 +256,7 @@ class RowStore(ActivationStore):
         # Read again: a writer may have been at work while the rows were copied.
         tags = self._tags[slots]
         after, checks = tags[:, 0], tags[:, 1]
-        intact = is_there & (_check_values(sums, slots, before, lengths) == checks)
+        intact = is_there & (check_values(sums, slots, before, lengths) == checks)
         depth *= intact & (after == before)
         # A stamp that changed belongs to a writer at work; only an unchanged one proves damage.
         corrupt = found & (after == before) & ~intact
@@ -334,7 +327,7 @@ class RowStore(ActivationStore):
         if self.is_condemned():
             return
         rows = {**rows, **also()} if also is not None else rows
-        check_rows(self.layout, rows, len(slots))
+        self.layout.check(rows, len(slots))
         slots, kept = slots[fits], torch.from_numpy(fits.nonzero()[0])
         if lengths is None:
             own = np.full(len(slots), np.iinfo(np.uint64).max)
@@ -361,7 +354,7 @@ class RowStore(ActivationStore):
             self._tags[slots, 3] = rooms
         self._tags[slots, 2] = own
         # Place, stamp and length enter the check: bytes never pass under another of them.
-        self._tags[slots, 1] = _check_values(sums, slots, np.uint64(stamp), own)
+        self._tags[slots, 1] = check_values(sums, slots, np.uint64(stamp), own)
         self._tags[slots, 0] = stamp
 
     def _own_words(self, lengths: np.ndarray) -> list[np.ndarray | None]:
@@ -437,105 +430,6 @@ class RowStore(ActivationStore):
                 values = values[:, :num_values].contiguous()
             rows[field.name] = values.view(num, *field.shape)
         return rows, sums
-
-
-def copy_out(
-    source: np.ndarray,
-    words: Tensor,
-    out: Tensor,
-    factors: np.ndarray,
-    *,
-    found: np.ndarray,
-    own: np.ndarray | None,
-) -> np.ndarray:
-    """Copy the rows of a field that were found out of the file, and return their checks.
-
-    Others stay as they are in `out`. A piece is summed while it is in the CPU's cache. All that
-    takes long releases the interpreter's lock, and starts no threads of torch; `np.matmul` would
-    hold the lock, and `np.take` copy the whole file first.
-
-    Args:
-        source: (B,) row numbers in the file.
-        words, out: the file's (rows, words), and (B, words), int64.
-        factors: (words,) uint64.
-        found: (B,) bool.
-        own: (B,) words that each row has, the others become 0; None where all have all.
-    Returns:
-        (B,) uint64, 0 for rows that were not found.
-    """
-    table, rows = words.numpy().view(np.uint64), out.numpy().view(np.uint64)
-    # The place and length of a row that was not found may be any, and lead anywhere.
-    (places,) = found.nonzero()
-    slots, num_words, checks = source[places], rows.shape[1], np.zeros(len(out), np.uint64)
-    is_short = num_words <= _SHORT_WORDS
-    if own is None and len(places) == len(out) and num_words <= _PIECE_WORDS:
-        step = _PIECE_WORDS // max(1, num_words)
-        for part in (slice(start, start + step) for start in range(0, len(out), step)):
-            _copy_together(slots[part], table, rows[part], is_short=is_short)
-            checks[part] = np.einsum("nw,w->n", rows[part], factors)
-        return checks
-    if own is None and is_short:
-        rows[places] = table[slots]
-        return np.einsum("nw,w->n", rows, factors)
-    nums = np.full(len(places), num_words) if own is None else own[places]
-    for place, slot, num in zip(places.tolist(), slots.tolist(), nums.tolist(), strict=True):
-        row, from_file, check = rows[place], table[slot], 0
-        row[num:] = 0
-        for start in range(0, num, _PIECE_WORDS):
-            piece = row[start : min(num, start + _PIECE_WORDS)]
-            piece[:] = from_file[start : start + len(piece)]
-            if not is_short:
-                check += int(np.dot(piece, factors[start : start + len(piece)]))
-        checks[place] = check & _ALL_BITS
-    return np.einsum("nw,w->n", rows, factors) if is_short else checks
-
-
-def _copy_together(
-    slots: np.ndarray, table: np.ndarray, rows: np.ndarray, *, is_short: bool
-) -> None:
-    if is_short:
-        rows[:] = table[slots]
-        return
-    for row, slot in zip(rows, slots.tolist(), strict=True):
-        row[:] = table[slot]
-
-
-def copy_in(
-    ids: np.ndarray, values: Tensor, words: Tensor, own: np.ndarray | None, factors: np.ndarray
-) -> np.ndarray:
-    """Copy rows of a field into the file, and return their checks; see `copy_out`."""
-    given = values.numpy().view(np.uint64)
-    if own is None:
-        if words.stride(0) < words.shape[1]:
-            words.numpy()[ids] = values.numpy()  # torch writes to no rows that overlap.
-        else:
-            words[torch.from_numpy(ids)] = values
-        return np.einsum("nw,w->n", given, factors)
-    table, checks = words.numpy().view(np.uint64), np.empty(len(ids), np.uint64)
-    for row, (slot, num) in enumerate(zip(ids.tolist(), own.tolist(), strict=True)):
-        table[slot, :num] = given[row, :num]
-        checks[row] = np.dot(given[row, :num], factors[:num])
-    return checks
-
-
-def check_rows(layout: RowLayout, rows: Mapping[str, Tensor], num: int) -> None:
-    """Raise a ValueError for rows that do not match a layout."""
-    given = {name: (tuple(row.shape), row.dtype) for name, row in rows.items()}
-    wanted = {field.name: ((num, *field.shape), field.dtype) for field in layout.fields}
-    if given != wanted:
-        raise ValueError(
-            f"rows {given} do not match the store's {wanted}; every sample needs the same "
-            "shapes and dtypes, so pad each sample to a fixed length or use no store"
-        )
-
-
-def _check_values(
-    sums: np.ndarray, ids: np.ndarray, stamps: np.ndarray | np.uint64, lengths: np.ndarray
-) -> np.ndarray:
-    """Return the check values of rows by their words' checks, places, stamps and lengths."""
-    # Odd factors, so that equal differences in two of the terms do not cancel.
-    places = ids.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    return (sums + places + lengths * np.uint64(0x9E3779B97F4A7C15)) ^ stamps
 
 
 def _checked_stamp(stamp: int) -> int:

@@ -319,10 +319,6 @@ class LoaderCollation(Collation):
                 signs.append(signed(index, leaves[name]))
         return {name: torch.stack(signs) for name, signs in found.items()}
 
-    def named(self, entries: Batch) -> Batch:
-        """Call entries by what the model takes them for."""
-        return {self.known_as(name): entry for name, entry in entries.items()}
-
     def known_as(self, name: str) -> str:
         """Return what an entry of the loader's batches is called here."""
         taken = next((one[name] for one in self.calls if name in one), None)
