@@ -1,7 +1,7 @@
 """Decide at a step boundary, write it down, and carry it out.
 
 observing ─► elasticity ─► decision ─► journal
-                │ └─► planner ─► costs: which pipeline
+                │ └─► planner ─► costs; planners: which pipeline
                 └───► deployment ─► shards: who holds what, and how it moves
 """
 
@@ -9,10 +9,9 @@ from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.elasticity import Change, Elasticity, plan_shape
 from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
-from pipetransformer.elastic.planner import (
+from pipetransformer.elastic.planners import (
     PlanSituation,
     complete_request,
-    fastest_by_length,
     fastest_per_sample,
     fastest_plan,
     published_plan,
@@ -28,7 +27,7 @@ from pipetransformer.elastic.shards import (
 
 __all__ = [
     "Change", "Decision", "Deployment", "OPTIMIZER", "PROBE_FOLDER", "PlanSituation",
-    "Elasticity", "UNTRAINED", "WEIGHTS", "complete_request", "fastest_by_length",
-    "fastest_per_sample", "fastest_plan", "plan_shape", "published_plan",
+    "Elasticity", "UNTRAINED", "WEIGHTS", "complete_request", "fastest_per_sample",
+    "fastest_plan", "plan_shape", "published_plan",
     "read_looks", "shard_name", "split_by_change", "split_shard_name",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from pipetransformer.elastic import (
     complete_request,
     fastest_per_sample,
 )
-from pipetransformer.elastic.planner import PLANNERS
+from pipetransformer.elastic.planners import PLANNERS
 from tests.helpers import costs
 from tests.helpers.costs import sums
 
