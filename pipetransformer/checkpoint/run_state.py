@@ -137,7 +137,7 @@ class RunState:
             self._restore(checkpoint)
             self.continues = self._continues_from(checkpoint)
         step = self._timeline.position.step
-        self._elastic.open_journal(from_step=step if self._resumes else None)
+        self._elastic.open_journal(from_step=step if self._resumes else 0)
 
     def _kept_profile(self, checkpoint: Checkpoint) -> Profile | None:
         """Return a checkpoint's costs if all ranks' hardware is the same. Collective."""

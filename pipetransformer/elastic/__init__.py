@@ -1,13 +1,14 @@
 """Decide at a step boundary, write it down, and carry it out.
 
-observing ─► elasticity ─► decision ─► journal
+observing ─► elasticity ─► decision ─► journal: written down, and told
                 │ └─► planner ─► costs; planners: which pipeline
                 └───► deployment ─► shards: who holds what, and how it moves
 """
 
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
-from pipetransformer.elastic.elasticity import Change, Elasticity, plan_shape
+from pipetransformer.elastic.elasticity import Change, Elasticity
+from pipetransformer.elastic.journal import plan_shape
 from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
 from pipetransformer.elastic.planners import (
     PlanSituation,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopipe.plan import PipelinePlan
+from freeze import FreezeContext
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,12 @@ class Decision:
             plan.num_micro_batches,
             plan.manner,
         )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Hold a decision, and on rank 0 what it rests on; see `elasticity.Change`."""
+
+    decision: Decision
+    context: FreezeContext | None = None
+    confidence: str = ""

@@ -12,28 +12,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
-from autodp import broadcast_json, gather_json
+from autodp import gather_json
 from autopipe.plan import PipelinePlan, PlanRequest
 from autopipe.profile import Profile
 from freeze import (
-    JOURNAL_FILE,
     FreezeContext,
     FreezeDecision,
     FreezePolicy,
-    PolicyError,
     checked_decision,
     frozen_since,
 )
 from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, plan_name, steady_step
-from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.decision import Decision, Proposal
 from pipetransformer.elastic.deployment import Deployment
-from pipetransformer.elastic.journal import Journal
+from pipetransformer.elastic.journal import Publication
 from pipetransformer.elastic.observing import Observed, Observing
 from pipetransformer.elastic.planner import RunPlanner
 from pipetransformer.feed import Clock, SampleFeed, Timeline
@@ -46,23 +43,6 @@ _LOGGER = logging.getLogger(__name__)
 
 _NOISE = 0.03
 """Share by which medians of a few steps may differ without meaning anything."""
-
-_PLANNED_FOR = (
-    "global_batch_size", "scale_batch", "memory_limit_bytes", "pipeline_length", "max_replicas",
-    "micro_batches", "micro_batch_size", "schedule", "activation_checkpointing",
-)  # fmt: skip
-"""Settings that a plan depends on."""
-
-
-def plan_shape(task: Task, world: World) -> dict[str, Any]:
-    """Name what a plan was made for, as plain values; another one needs another plan."""
-    workers = world.stage_workers
-    return {
-        "num_ranks": world.size,
-        "slots_per_node": world.slots_per_node,
-        **{name: getattr(task.config, name) for name in _PLANNED_FOR},
-        "stage_workers": workers and list(workers),  # As JSON gives it back.
-    }
 
 
 @dataclass(frozen=True)
@@ -94,15 +74,6 @@ class Change:
     context: FreezeContext | None = None
     look_s: float = 0.0
     observe_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Hold a decision, and on rank 0 what it rests on; see `Change`."""
-
-    decision: Decision
-    context: FreezeContext | None = None
-    confidence: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,7 +124,7 @@ class Elasticity:
         self._frozen_since: tuple[int, ...] = ()
         self._observing = Observing(task, world, feed)
         self._planner: RunPlanner | None = None
-        self._journal: Journal | None = None
+        self._publication = Publication(task, world)
         self._pace = Pace()
         self._review: Review | None = None
         self._has_just_measured = self._has_told_of_room = False
@@ -203,11 +174,9 @@ class Elasticity:
         planner.choose_workers(self.clock())
         self._planner = planner
 
-    def open_journal(self, *, from_step: int | None) -> None:
+    def open_journal(self, *, from_step: int) -> None:
         """Record decisions in the run's folder; replay those of steps from `from_step` on."""
-        folder = self._task.config.folder
-        if folder is not None and self._world.is_main:
-            self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step or 0)
+        self._publication.open_journal(from_step=from_step)
 
     def measure(self) -> Profile:
         """Measure for the decisions to come, unless the beginning just did. Collective."""
@@ -241,7 +210,8 @@ class Elasticity:
         # Here and not on rank 0 alone: a user's schedule that raises must raise on every rank.
         clock = self.clock()
         start = time.perf_counter()
-        proposal = self._publish(clock.step, partial(self._choose, clock, observed))
+        choose = partial(self._choose, clock, observed)
+        proposal = self._publication.publish(clock.step, choose)
         change = self._carry_out(proposal, start)
         if probe is not None and current is None:
             # A look needs a stage. Later looks are compared with this first one.
@@ -260,7 +230,7 @@ class Elasticity:
             made = self.planner.plan(clock, current.num_frozen, current, current.resting)
             return Proposal(replace(current, plan=made[0], use_cache=made[1]))
 
-        self.decision = self._publish(None, choose).decision
+        self.decision = self._publication.publish(None, choose).decision
 
     def look_back(self) -> None:
         """Take a last look at the layers, if the run probes them. Collective."""
@@ -286,8 +256,7 @@ class Elasticity:
 
     def close(self) -> None:
         """Close the journal, and let go of the probe's samples."""
-        if self._journal is not None:
-            self._journal.close()
+        self._publication.close()
         if self._observing.probe is not None:
             self._observing.probe.close()
 
@@ -353,7 +322,7 @@ class Elasticity:
         before, context = self.decision, self._context(clock, observed)
         # A replay asks too, as the policy's own state must go on.
         freeze = checked_decision(self._policy, context)
-        recorded, fits = self._recorded(clock.step)
+        recorded, fits = self._publication.recorded(clock.step)
         if recorded is not None and fits:
             return Proposal(recorded, context)
         # Another world needs another pipeline, but what was frozen must stay what it was.
@@ -402,7 +371,8 @@ class Elasticity:
     def _review_plan(self) -> Change:
         """Compare a new plan's first steps with the plan before, and choose. Collective."""
         clock, start = self.clock(), time.perf_counter()
-        proposal = self._publish(clock.step, partial(self._choose_after_review, clock))
+        choose = partial(self._choose_after_review, clock)
+        proposal = self._publication.publish(clock.step, choose)
         change = self._carry_out(proposal, start)
         self._review = None  # A plan that was gone back to is not reviewed itself.
         return change
@@ -412,7 +382,7 @@ class Elasticity:
         current, review = self._current, self._review
         assert review is not None
         measured_s = self._pace.median_s if review.was_measured else None
-        recorded, fits = self._recorded(clock.step)
+        recorded, fits = self._publication.recorded(clock.step)
         if recorded is not None and fits:
             return Proposal(recorded)
         continued = replace(current, step=clock.step, reason=f"kept: {current.reason}")
@@ -431,40 +401,6 @@ class Elasticity:
             f"a step, instead of {back.predicted_step_s:.3g} s"
         )
         return Proposal(replace(continued, plan=back, reason=reason))
-
-    def _recorded(self, step: int) -> tuple[Decision | None, bool]:
-        """Return what the journal to repeat has for a step, and whether it fits this world."""
-        entry = self._journal.recorded(step) if self._journal is not None else None
-        if entry is None:
-            return None, False
-        return Decision.from_json(entry["decision"]), entry["world"] == plan_shape(
-            self._task, self._world
-        )
-
-    def _publish(self, step: int | None, choose: Callable[[], Proposal]) -> Proposal:
-        """Choose on rank 0, journal the decision under its step, and tell it to every rank."""
-        proposal: Proposal | None = None
-        answer: dict[str, Any] = {}
-        if self._world.is_main:
-            try:
-                proposal = choose()
-                answer = {"decision": proposal.decision.to_json()}
-                if self._journal is not None and step is not None:
-                    shape = plan_shape(self._task, self._world)
-                    self._journal.append({"step": step, "world": shape, **answer})
-            except Exception as error:
-                # The others wait in this broadcast, and would wait on if rank 0 just raised.
-                by_policy = str(error) if isinstance(error, PolicyError) else ""
-                told = {"error": repr(error), "by_policy": by_policy}
-                broadcast_json(told, group=self._world.group)
-                raise
-        answer = broadcast_json(answer, group=self._world.group)
-        if answer.get("by_policy"):
-            raise PolicyError(f"rank 0: {answer['by_policy']}")
-        if "error" in answer:
-            raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
-        decision = Decision.from_json(answer["decision"])
-        return Proposal(decision) if proposal is None else replace(proposal, decision=decision)
 
     def _carry_out(self, proposal: Proposal, start: float) -> Change:
         """Do on all ranks what was decided, and learn what that took. Collective.

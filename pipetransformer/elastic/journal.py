@@ -17,12 +17,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from freeze import note_decision, read_line, sealed_line
+from autodp import broadcast_json
+from freeze import JOURNAL_FILE, PolicyError, note_decision, read_line, sealed_line
 from pipetransformer.durable_files import LineFile, fsync
+from pipetransformer.elastic.decision import Decision, Proposal
+from pipetransformer.model import Task
+from pipetransformer.processes import World
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,3 +102,75 @@ class Journal:
     def close(self) -> None:
         """Close the file; every entry is on disk already."""
         self._file.close()
+
+
+@final
+class Publication:
+    """Have rank 0 decide, write that down, and tell it to every rank."""
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task, self._world = task, world
+        self._journal: Journal | None = None
+
+    def open_journal(self, *, from_step: int) -> None:
+        """Write decisions into the run's folder, if it has one; see `Journal`."""
+        folder = self._task.config.folder
+        if folder is not None and self._world.is_main:
+            self._journal = Journal(Path(folder) / JOURNAL_FILE, from_step=from_step)
+
+    def recorded(self, step: int) -> tuple[Decision | None, bool]:
+        """Return what the journal to repeat has for a step, and whether it fits this world."""
+        entry = self._journal.recorded(step) if self._journal is not None else None
+        if entry is None:
+            return None, False
+        return Decision.from_json(entry["decision"]), entry["world"] == plan_shape(
+            self._task, self._world
+        )
+
+    def publish(self, step: int | None, choose: Callable[[], Proposal]) -> Proposal:
+        """Choose on rank 0, journal the decision under its step, and tell it to every rank."""
+        proposal: Proposal | None = None
+        answer: dict[str, Any] = {}
+        if self._world.is_main:
+            try:
+                proposal = choose()
+                answer = {"decision": proposal.decision.to_json()}
+                if self._journal is not None and step is not None:
+                    shape = plan_shape(self._task, self._world)
+                    self._journal.append({"step": step, "world": shape, **answer})
+            except Exception as error:
+                # The others wait in this broadcast, and would wait on if rank 0 just raised.
+                by_policy = str(error) if isinstance(error, PolicyError) else ""
+                told = {"error": repr(error), "by_policy": by_policy}
+                broadcast_json(told, group=self._world.group)
+                raise
+        answer = broadcast_json(answer, group=self._world.group)
+        if answer.get("by_policy"):
+            raise PolicyError(f"rank 0: {answer['by_policy']}")
+        if "error" in answer:
+            raise RuntimeError(f"rank 0 could not decide: {answer['error']}")
+        decision = Decision.from_json(answer["decision"])
+        return Proposal(decision) if proposal is None else replace(proposal, decision=decision)
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+
+
+_PLANNED_FOR = (
+    "global_batch_size", "scale_batch", "memory_limit_bytes", "pipeline_length", "max_replicas",
+    "micro_batches", "micro_batch_size", "schedule", "activation_checkpointing",
+)  # fmt: skip
+"""Settings that a plan depends on."""
+
+
+def plan_shape(task: Task, world: World) -> dict[str, Any]:
+    """Name what a plan was made for, as plain values; another one needs another plan."""
+    workers = world.stage_workers
+    return {
+        "num_ranks": world.size,
+        "slots_per_node": world.slots_per_node,
+        **{name: getattr(task.config, name) for name in _PLANNED_FOR},
+        "stage_workers": workers and list(workers),  # As JSON gives it back.
+    }

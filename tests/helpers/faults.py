@@ -35,8 +35,7 @@ from experiments.soak import last_checkpoint, limit, read_state, shared_files
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, launch
 from pipetransformer.elastic.deployment import Deployment
-from pipetransformer.elastic.elasticity import Elasticity
-from pipetransformer.elastic.journal import Journal
+from pipetransformer.elastic.journal import Journal, Publication
 from pipetransformer.feed import ComingStep, Samples
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.report.records import RECORDS_FILE, read_records
@@ -59,7 +58,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "policy": (FreezeSchedule, "decide"),
     "planner": (Forced, "__call__"),
     "journal": (Journal, "append"),
-    "decision": (Elasticity, "_publish"),
+    "decision": (Publication, "publish"),
     "leave": (Deployment, "_leave_stage"),
     "move": (pipetransformer.elastic.deployment, "move_shards"),
     "adopt": (Deployment, "_adopt"),
