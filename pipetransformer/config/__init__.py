@@ -2,9 +2,11 @@
 
 train_config    the settings, each with its type, rule, default and meaning
 rules           which values are allowed, and the words for it
+contradictions  which of them do not go together
 schedules       how the learning rate follows the step
 """
 
+from pipetransformer.config.rules import PIPEDREAM_PLANS, PLANS
 from pipetransformer.config.schedules import (
     LearningRateSchedule,
     constant,
@@ -13,8 +15,6 @@ from pipetransformer.config.schedules import (
 )
 from pipetransformer.config.train_config import (
     EVALUATION_FIELDS,
-    PIPEDREAM_PLANS,
-    PLANS,
     CollateFunction,
     ComputeMetrics,
     Metric,

@@ -16,6 +16,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 _Settings = TypeVar("_Settings", bound=type)
 
+PIPEDREAM_PLANS = ("pipedream", "pipedream_paper")
+PLANS = ("fastest", "published", *PIPEDREAM_PLANS)
+"""Planners by name."""
+
 
 @dataclass(frozen=True)
 class Rule:

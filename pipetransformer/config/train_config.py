@@ -7,7 +7,7 @@ it. Error messages and `help(TrainConfig)` are made from the rules and the sente
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +18,7 @@ from autopipe.plan import PipelinePlan
 from autopipe.schedule import SCHEDULES
 from freeze import MEASURED_SIGNALS
 from pipetransformer.config import rules
+from pipetransformer.config.contradictions import contradictions
 from pipetransformer.config.schedules import LearningRateSchedule, constant, named_schedule
 from pipetransformer.hints import did_you_mean
 
@@ -27,10 +28,6 @@ ComputeMetrics = Callable[[Any], Mapping[str, float]]
 """Judges an `EvalPrediction`."""
 PreprocessLogits = Callable[[Tensor, Any], Tensor]
 """Reduces a micro-batch's outputs to what is kept of them."""
-
-PIPEDREAM_PLANS = ("pipedream", "pipedream_paper")
-PLANS = ("fastest", "published", *PIPEDREAM_PLANS)
-"""Planners by name."""
 
 EVALUATION_FIELDS = ("loss", "kind", "step", "elapsed_s", "epoch", "seconds")
 """What a record of an evaluation holds beside the metrics."""
@@ -47,8 +44,8 @@ _STAGE_COUNTS = rules.Rule(
     "whole numbers of at least 1 for two stages or more",
 )
 _PLANNER = rules.Rule(
-    lambda value: callable(value) or value in PLANS,
-    f"one of {', '.join(map(repr, PLANS))}, or a function",
+    lambda value: callable(value) or value in rules.PLANS,
+    f"one of {', '.join(map(repr, rules.PLANS))}, or a function",
 )
 _SIGNALS = rules.Rule(
     lambda value: (
@@ -371,7 +368,7 @@ class TrainConfig:
             )
         for name, rule in rules.of_fields(TrainConfig).items():
             rule.check(name, getattr(self, name))
-        for reason in _contradictions(self):
+        for reason in contradictions(self):
             raise ValueError(reason)
         if isinstance(self.learning_rate_schedule, str):
             # The rate itself is the optimizer's, and known later.
@@ -404,6 +401,16 @@ class TrainConfig:
         return limit if isinstance(limit, int) else None
 
     @property
+    def own_intervals(self) -> list[str]:
+        """Name the settings that say when a policy decides, of those that are given."""
+        given = {
+            "freeze_interval_steps": self.freeze_interval_steps is not None,
+            "freeze_interval_epochs": self.freeze_interval_epochs != 1,
+            "freeze_interval_share": self.freeze_interval_share is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+    @property
     def saves(self) -> bool:
         return bool(self.checkpoint_every_epochs or self.checkpoint_every_steps)
 
@@ -411,8 +418,9 @@ class TrainConfig:
         """Return the settings with a policy's own interval where none is set; None changes
         nothing.
         """
-        is_set = any(is_given for _, is_given in _intervals(self))
-        return self if share is None or is_set else replace(self, freeze_interval_share=share)
+        if share is None or self.own_intervals:
+            return self
+        return replace(self, freeze_interval_share=share)
 
     def plain(self) -> dict[str, Any]:
         """Return by name the settings that are one value; a function is its name."""
@@ -479,185 +487,3 @@ def usual_prefix_chunk(global_batch: int, num_ranks: int) -> int:
     a chunk's end, which kernels compute in another way, with other last bits.
     """
     return min(_MOST_CHUNK, -(-global_batch // (8 * num_ranks)) * 8)
-
-
-def _intervals(config: TrainConfig) -> list[tuple[str, bool]]:
-    """Name the settings that say when a policy decides, and whether each is given."""
-    return [
-        ("freeze_interval_steps", config.freeze_interval_steps is not None),
-        ("freeze_interval_epochs", config.freeze_interval_epochs != 1),
-        ("freeze_interval_share", config.freeze_interval_share is not None),
-    ]
-
-
-def _contradictions(config: TrainConfig) -> Iterator[str]:
-    """Yield what is wrong with settings that are each allowed, the first first."""
-    if config.sample_order is not None and config.group_by_length:
-        yield "sample_order and group_by_length both say in which order samples come; give one"
-    yield from _in_compiling(config)
-    yield from _in_the_batch(config)
-    yield from _in_the_pipeline(config)
-    yield from _beside_parts(config)
-    if config.warmup and not isinstance(config.learning_rate_schedule, str):
-        yield (
-            f"warmup is {config.warmup}, but learning_rate_schedule is a function, which says "
-            "itself how the rate begins; give one of them, or a schedule's name"
-        )
-    intervals = " and ".join(name for name, is_given in _intervals(config) if is_given)
-    if " and " in intervals:
-        yield f"{intervals} are given, which each say when to decide; give one of them"
-    yield from _in_keeping_rows(config)
-    if config.folder is None and (config.saves or config.resume):
-        yield (
-            "checkpoint_every_epochs, checkpoint_every_steps and resume need a folder to save to; "
-            "give folder=..."
-        )
-    if config.resume in (True, "auto") and not config.saves:
-        yield (
-            f"resume={config.resume!r} without checkpoint_every_epochs or checkpoint_every_steps "
-            "would never save again; give checkpoint_every_epochs=1"
-        )
-
-
-def _in_keeping_rows(config: TrainConfig) -> Iterator[str]:
-    folders = config.cache_folders
-    if len(set(folders)) < len(folders) or len(config.cache_limits) != len(folders):
-        yield (
-            f"cache_folder is {config.cache_folder!r} and cache_limit_bytes is "
-            f"{config.cache_limit_bytes!r}; name each folder once, and give one number for all, "
-            "or a list with one for each"
-        )
-    if config.cache_keep and len(folders) > 1:
-        yield (
-            f"cache_keep=True keeps rows in one folder, and cache_folder names {len(folders)}; "
-            "name one"
-        )
-    if config.cache_keep and config.cache_folder == TrainConfig.cache_folder:
-        yield (
-            f"cache_keep=True would leave rows in {config.cache_folder}, this machine's memory, "
-            "for good; give cache_folder=, a folder of your own"
-        )
-    if config.cache_keep and config.cache_device == "cuda":
-        yield (
-            "cache_keep=True keeps rows in a file, and cache_device is 'cuda', the GPU's memory; "
-            "leave one of them out"
-        )
-    if config.cache_fingerprint is not None and not config.cache_keep:
-        yield (
-            f"cache_fingerprint is {config.cache_fingerprint!r}, which has no effect without "
-            "cache_keep=True; set that, or leave it out"
-        )
-
-
-def _in_compiling(config: TrainConfig) -> Iterator[str]:
-    backend, mode = config.compile_backend, config.compile_mode
-    if not config.compile and (backend != "inductor" or mode is not None):
-        yield (
-            f"compile_backend is {backend!r} and compile_mode is {mode!r}, which have no effect "
-            "without compile=True; set that, or leave them out"
-        )
-    if mode is not None and backend != "inductor":
-        yield (
-            f"compile_mode is {mode!r}, which inductor alone knows, and compile_backend is "
-            f"{backend!r}; leave one of them out"
-        )
-
-
-def _in_the_batch(config: TrainConfig) -> Iterator[str]:
-    count, size, whole = config.micro_batches, config.micro_batch_size, config.global_batch_size
-    if config.max_steps is not None and config.scale_batch:
-        yield (
-            f"max_steps is {config.max_steps}, but with scale_batch=True a step's samples follow "
-            "from the replicas; give epochs"
-        )
-    if count is not None and count > whole:
-        yield (
-            f"micro_batches is {count} for a global_batch_size of {whole}; each needs a sample: "
-            f"choose at most {whole}"
-        )
-    if size is not None and count is not None:
-        yield (
-            f"micro_batch_size is {size} and micro_batches is {count}; each follows from the "
-            "other: give one of them"
-        )
-    if size is not None and config.plan == "published":
-        yield (
-            f"micro_batch_size is {size}, but plan='published' chooses the micro-batches itself; "
-            "leave one of them out"
-        )
-    if size is not None and size > whole:
-        yield (
-            f"micro_batch_size is {size} for a global_batch_size of {whole}; choose at most "
-            f"{whole}"
-        )
-
-
-def _in_the_pipeline(config: TrainConfig) -> Iterator[str]:
-    """Yield which settings do not go with one 1F1B pipeline, or with training without a flush."""
-    one_pipeline = {
-        "pipeline_length": config.pipeline_length is not None,
-        "max_replicas": config.max_replicas is not None,
-        "scale_batch": config.scale_batch,
-        "schedule='gpipe'": config.schedule == "gpipe",
-    }
-    published = {"plan='published'": config.plan == "published"}
-    if config.stage_workers is not None:
-        yield from _beside(
-            f"stage_workers is {config.stage_workers}, which makes one 1F1B pipeline of all "
-            "processes",
-            one_pipeline | published,
-        )
-    if config.plan in PIPEDREAM_PLANS:
-        yield from _beside(
-            f"plan is {config.plan!r}, which makes one 1F1B pipeline of all processes, or "
-            "replicas of one stage, and chooses which",
-            one_pipeline | {"stage_workers": config.stage_workers is not None},
-        )
-    if config.weight_versions is None:
-        return
-    yield from _beside(
-        f"weight_versions is {config.weight_versions!r}: a stage updates before it could hear of "
-        "the others' gradients, and runs 1F1B alone",
-        {
-            "max_grad_norm": config.max_grad_norm is not None,
-            "precision='fp16'": config.precision == "fp16",
-            "on_nonfinite='skip'": config.on_nonfinite == "skip",
-            "schedule='gpipe'": config.schedule == "gpipe",
-            **published,
-        },
-    )
-    # Each worker of a stage must get equally many micro-batches of a step.
-    turn, count = math.lcm(*config.stage_workers or (1,)), config.micro_batches
-    most = config.most_micro_batches()
-    if config.micro_batch_size is not None:
-        count = most
-    if most < turn or (count or turn) % turn:
-        yield (
-            f"stage_workers {config.stage_workers} take the micro-batches of all steps in turn "
-            f"with weight_versions=, so that a step needs a multiple of {turn}, and has "
-            f"{count or most}; set micro_batches, micro_batch_size or global_batch_size to that"
-        )
-
-
-def _beside_parts(config: TrainConfig) -> Iterator[str]:
-    """Yield what has no meaning where parts are frozen, or would need a second stage."""
-    if not config.parts:
-        return
-    yield from _beside(
-        f"parts are {[*config.parts]}, which one stage runs, with all that lies around them, and "
-        "in a loop of your own attach(model, parts=...)",
-        {
-            f"pipeline_length={config.pipeline_length}": (config.pipeline_length or 1) > 1,
-            "stage_workers": config.stage_workers is not None,
-            "weight_versions": config.weight_versions is not None,
-            f"plan={config.plan!r}": config.plan in PIPEDREAM_PLANS,
-            "compile": config.compile,
-            "layer_decay": config.layer_decay is not None,
-            "tied_weights": config.tied_weights != "train",
-        },
-    )
-
-
-def _beside(why: str, others: Mapping[str, bool]) -> Iterator[str]:
-    if given := [name for name, is_given in others.items() if is_given]:
-        yield f"{why}; leave {' and '.join(given)} out"
