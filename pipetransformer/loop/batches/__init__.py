@@ -27,26 +27,8 @@ from pipetransformer.loop.batches.pieces import Pieces, in_pieces
 from pipetransformer.loop.batches.randomness import generators_kept, warn_of_draws
 
 __all__ = [
-    "BatchEntry",
-    "BatchForm",
-    "Bundles",
-    "DERIVED",
-    "DataWatch",
-    "JoinedTexts",
-    "LoaderCollation",
-    "Mark",
-    "POSITIONS",
-    "Pieces",
-    "TOKENS",
-    "base_of",
-    "begun_within",
-    "beside",
-    "generators_kept",
-    "giving_indices",
-    "in_pieces",
-    "is_same_dataset",
-    "is_same_function",
-    "plain",
-    "refuse_unlike",
-    "warn_of_draws",
-]
+    "BatchEntry", "BatchForm", "Bundles", "DERIVED", "DataWatch", "JoinedTexts", "LoaderCollation",
+    "Mark", "POSITIONS", "Pieces", "TOKENS", "base_of", "begun_within", "beside",
+    "generators_kept", "giving_indices", "in_pieces", "is_same_dataset", "is_same_function",
+    "plain", "refuse_unlike", "warn_of_draws",
+]  # fmt: skip

@@ -21,20 +21,7 @@ from pipetransformer.loop.forward.sharded_weights import (
 from pipetransformer.loop.forward.short_forward import ShortForward
 
 __all__ = [
-    "InnerHooks",
-    "LoopCall",
-    "ModelHook",
-    "ModelWatch",
-    "NotHereError",
-    "PartialForward",
-    "Place",
-    "RowBatch",
-    "ShardedWeights",
-    "ShortForward",
-    "all_agree",
-    "compare_rounded",
-    "guessed_call",
-    "in_own_forward",
-    "learning",
-    "left_alone",
-]
+    "InnerHooks", "LoopCall", "ModelHook", "ModelWatch", "NotHereError", "PartialForward", "Place",
+    "RowBatch", "ShardedWeights", "ShortForward", "all_agree", "compare_rounded", "guessed_call",
+    "in_own_forward", "learning", "left_alone",
+]  # fmt: skip

@@ -20,13 +20,6 @@ from pipetransformer.loop.rows.settings import (
 )
 
 __all__ = [
-    "CACHE",
-    "EvaluationRows",
-    "MOST_EVALUATIONS",
-    "PARTS",
-    "READS_ALL",
-    "RowService",
-    "check_settings",
-    "refuse_wrong_rows",
-    "settings_of_parts",
-]
+    "CACHE", "EvaluationRows", "MOST_EVALUATIONS", "PARTS", "READS_ALL", "RowService",
+    "check_settings", "refuse_wrong_rows", "settings_of_parts",
+]  # fmt: skip
