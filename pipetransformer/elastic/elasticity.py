@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -207,12 +207,7 @@ class Elasticity:
         observed = self._observing.collect(self.deployment.stage, step)
         observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
         observe_s, look_s = time.perf_counter() - start, observed.look_s
-        # Here and not on rank 0 alone: a user's schedule that raises must raise on every rank.
-        clock = self.clock()
-        start = time.perf_counter()
-        choose = partial(self._choose, clock, observed)
-        proposal = self._publication.publish(clock.step, choose)
-        change = self._carry_out(proposal, start)
+        change = self._decide(partial(self._choose, observed))
         if probe is not None and current is None:
             # A look needs a stage. Later looks are compared with this first one.
             look_s = probe.look(self.deployment.active_stage, step)[1]
@@ -317,7 +312,7 @@ class Elasticity:
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
 
-    def _choose(self, clock: Clock, observed: Observed) -> Proposal:
+    def _choose(self, observed: Observed, clock: Clock) -> Proposal:
         """Ask the policy, then the planner. On rank 0."""
         before, context = self.decision, self._context(clock, observed)
         # A replay asks too, as the policy's own state must go on.
@@ -370,10 +365,7 @@ class Elasticity:
 
     def _review_plan(self) -> Change:
         """Compare a new plan's first steps with the plan before, and choose. Collective."""
-        clock, start = self.clock(), time.perf_counter()
-        choose = partial(self._choose_after_review, clock)
-        proposal = self._publication.publish(clock.step, choose)
-        change = self._carry_out(proposal, start)
+        change = self._decide(self._choose_after_review)
         self._review = None  # A plan that was gone back to is not reviewed itself.
         return change
 
@@ -402,12 +394,11 @@ class Elasticity:
         )
         return Proposal(replace(continued, plan=back, reason=reason))
 
-    def _carry_out(self, proposal: Proposal, start: float) -> Change:
-        """Do on all ranks what was decided, and learn what that took. Collective.
-
-        Args:
-            start: when choosing began, by `time.perf_counter`.
-        """
+    def _decide(self, choose: Callable[[Clock], Proposal]) -> Change:
+        """Choose on rank 0, do that on all ranks, and learn what it took. Collective."""
+        # Here and not on rank 0 alone: a user's schedule that raises must raise on every rank.
+        clock, start = self.clock(), time.perf_counter()
+        proposal = self._publication.publish(clock.step, partial(choose, clock))
         decision, before, step_before_s = proposal.decision, self.decision, self._pace.median_s
         before_plan = before.plan if before else None
         predicted_s = self.planner.predict_transition_s(before_plan, decision.plan)
