@@ -46,6 +46,7 @@ from pipetransformer.model import (
     LayeredModel,
     LoopUse,
     PartTrial,
+    Row,
     Task,
     adamw,
     computing_in,
@@ -201,9 +202,7 @@ class LoopModel:
             ),
             beside=self.collation.targets,
         )
-        packing = row_of(shown).packing
-        if packing is not None and not packing.is_single:
-            _refuse_rounding(config)
+        refuse_rounding(row_of(shown), config)
         return shown
 
     def _set_apart(
@@ -317,11 +316,12 @@ def _given_too(call: LoopCall, labels: Mapping[str, str]) -> LoopCall:
     return replace(call, parameters={**call.parameters, **labels}, targets={})
 
 
-def _refuse_rounding(config: TrainConfig) -> None:
-    if config.cache_dtype is not None:
+def refuse_rounding(row: Row, config: TrainConfig) -> None:
+    """Raise a ValueError where rows of several tensors were to be rounded."""
+    if config.cache_dtype is not None and row.packing is not None and not row.packing.is_single:
         raise ValueError(
-            f"cache_dtype={config.cache_dtype!r} rounds rows of a single tensor, but parts, or "
-            "blocks, return several; leave it out"
+            f"cache_dtype={config.cache_dtype!r} rounds rows of a single tensor, but {row.name} "
+            "return several; leave it out"
         )
 
 

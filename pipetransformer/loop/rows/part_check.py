@@ -10,6 +10,7 @@ from torch import Tensor
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.batches import Bundles
 from pipetransformer.loop.forward import LoopCall, ModelWatch, PartialForward
+from pipetransformer.loop.rows.loop_model import refuse_rounding
 from pipetransformer.loop.rows.row_probe import RowProbe
 from pipetransformer.model import Task, parts_forward_of, row_of
 
@@ -19,11 +20,7 @@ def refuse_wrong_rows(task: Task, samples: Samples) -> None:
     layered, own = task.model, parts_forward_of(task.model)
     device = next(layered.model.parameters()).device
     row = row_of(layered)
-    if task.config.cache_dtype is not None and not (row.packing and row.packing.is_single):
-        raise ValueError(
-            f"cache_dtype={task.config.cache_dtype!r} rounds rows of a single tensor, but "
-            f"{row.name} return several; leave it out"
-        )
+    refuse_rounding(row, task.config)
     sides = layered.sides_of(0, len(layered.sublayers))
 
     def from_rows(entries: Batch, rows: Tensor, targets: Mapping[str, Tensor]) -> Any:
