@@ -29,10 +29,10 @@ def draws_in_reading(read: Callable[[], object], owners: tuple[object, ...]) -> 
         owners: what is read, and what reads it; their attributes are looked through.
     """
     with own_random_numbers(_CPU), generators_kept(*owners):
-        before, own = random_state(_CPU), [state() for state in _own_states(owners)]
+        before = _told(_generators_of(owners))
         read()
-        after = [state() for state in _own_states(owners)]
-        return random_state(_CPU) != before, after != own
+        after = _told(_generators_of(owners))
+        return after[0] != before[0], after[1] != before[1]
 
 
 def warn_of_draws(feed: SampleFeed, samples: Samples, *, is_read_here: bool) -> None:
@@ -67,16 +67,6 @@ def warn_of_draws(feed: SampleFeed, samples: Samples, *, is_read_here: bool) -> 
 
 _CPU = torch.device("cpu")
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def _own_states(owners: tuple[object, ...]) -> list[Callable[[], Any]]:
-    """Return what tells the state of each generator that objects hold."""
-    return [partial(_state, value) for value in _held_by(owners) if isinstance(value, _KINDS)]
-
-
-def _state(generator: Any) -> Any:
-    """Return a generator's state, to be compared."""
-    return _comparable(_raw(generator))
 
 
 def _comparable(state: Any) -> Any:
@@ -118,6 +108,10 @@ def _held_by(owners: tuple[object, ...]) -> Iterator[object]:
                 yield from getattr(one, "__dict__", {}).values()
 
 
+def _generators_of(owners: tuple[object, ...]) -> list[Any]:
+    return [value for value in _held_by(owners) if isinstance(value, _KINDS)]
+
+
 @dataclass(frozen=True)
 class States:
     """Hold where generators are: those of all, and those that some objects hold."""
@@ -143,13 +137,13 @@ class States:
 
 def states_of(owners: tuple[object, ...]) -> States:
     """Return where generators are now."""
-    held = [(value, _raw(value)) for value in _held_by(owners) if isinstance(value, _KINDS)]
+    held = [(generator, _raw(generator)) for generator in _generators_of(owners)]
     told = _told([generator for generator, _ in held])
     return States(told, torch.get_rng_state(), random.getstate(), np.random.get_state(), held)
 
 
 def _told(generators: list[Any]) -> list[Any]:
-    return [random_state(_CPU), [*map(_state, generators)]]
+    return [random_state(_CPU), [_comparable(_raw(one)) for one in generators]]
 
 
 @contextmanager
@@ -159,7 +153,7 @@ def generators_kept(*owners: object) -> Iterator[None]:
     A collator that masks tokens with a seed of its own is one: looking at samples must not shift
     what it draws in the loop.
     """
-    held = [(value, _raw(value)) for value in _held_by(owners) if isinstance(value, _KINDS)]
+    held = [(generator, _raw(generator)) for generator in _generators_of(owners)]
     try:
         yield
     finally:
