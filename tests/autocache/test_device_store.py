@@ -63,6 +63,25 @@ def test_a_write_that_dies_half_way_leaves_misses(
         store.write(ids[:2], 3, make_rows(ids[:2]))
 
 
+def test_of_more_rows_than_slots_those_that_are_written_first_are_kept() -> None:
+    store = DeviceStore(LAYOUT, NUM_ROWS, device=CPU, num_slots=3)
+    ids, later = torch.tensor([7, 0, NUM_ROWS, 4]), torch.tensor([5, 4])
+    store.write(ids, 3, make_rows(ids))
+    assert store.find(ids, [3]).tolist() == [1, 1, 0, 1] and store.is_writable
+    # A row is written where it lies, also beside one that has no place.
+    store.write(later, 4, make_rows(later))
+    assert not store.is_writable
+    store.write(ids[:1], 4, make_rows(ids[:1]))
+    asked = torch.tensor([4, 5, 0, 7])
+    read = store.read(asked, [3, 4])
+    assert read.depth.tolist() == store.find(asked, [3, 4]).tolist() == [2, 0, 1, 2]
+    found = read.depth > 0
+    mine = {name: row[found] for name, row in read.rows.items()}
+    assert_rows_equal(mine, make_rows(asked[found]))
+    assert store._hidden.nbytes == device_bytes(LAYOUT, 3)
+    store.close()
+
+
 def test_a_damaged_part_in_host_memory_is_a_counted_miss(store: DeviceStore) -> None:
     ids = torch.arange(4)
     store.write(ids, 3, make_rows(ids))
