@@ -142,6 +142,7 @@ def build_parts(
         to_come=partial(_to_come, coming, deployment),
         keeps=config.cache_views or 1,
     )
+    feed.keeper.keeps_places = lambda: coming.keeps_places  # A resumed run may have another order.
     evaluator = Evaluator(
         task,
         world,

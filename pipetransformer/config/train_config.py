@@ -212,9 +212,9 @@ class TrainConfig:
     """Keep the frozen prefix's activations where reading them is faster than computing them."""
     cache_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where cached activations lie: "cpu" is a file, "cuda" the GPU's memory. Each of several
-    processes has its own GPU memory, and keeps its samples while the replicas stay. "auto"
-    gives a single process as many rows on the GPU as fit into half of what is free there at the
-    peak. The others are in the file."""
+    processes has its own GPU memory, and keeps its samples while the replicas stay. "auto" has
+    as many rows on GPUs as fit into half of what is free there at the peak, and the others in the
+    file. Each of several processes then has its part of the rows."""
     cache_check: Literal["sampled", "all"] = "sampled"
     """Whether the rows that are read are compared with the data set's present samples. "sampled"
     compares one row in four in the first pass over the rows. Each later pass compares other rows,

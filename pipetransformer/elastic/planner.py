@@ -29,7 +29,7 @@ from pipetransformer.elastic.planners import (
     of_length,
     same_stages,
 )
-from pipetransformer.feed import Clock, share_of_rows_found
+from pipetransformer.feed import Clock, may_lie_on_gpus, share_of_rows_found
 from pipetransformer.model import Task
 from pipetransformer.processes import World, told_by_rank_0
 from pipetransformer.stage import BatchCut
@@ -235,13 +235,12 @@ class RunPlanner:
             schedules=self._schedules(),
             recompute=config.recompute,
         )
-        alone = config.cache_device == "auto" and self._world.size == 1
         return complete_request(
             request,
             self.profile,
             rows_found=self._may_cache() * share_of_rows_found(config, self._world),
             on_gpu=on_gpu,
-            in_gpu_memory=on_gpu and (alone or config.cache_device == "cuda"),
+            in_gpu_memory=on_gpu and may_lie_on_gpus(config, self._world),
             reads_a_row=self._reads_a_row(clock, current),
         )
 

@@ -12,6 +12,7 @@ from pipetransformer.feed.batch_forecast import (
     BatchForecast,
     ComingStep,
     keeps_places,
+    may_lie_on_gpus,
     share_of_rows_found,
 )
 from pipetransformer.feed.collation import Batch, Collation, names_for
@@ -43,9 +44,10 @@ from pipetransformer.feed.workers import ForeseenSamples, Request
 
 __all__ = [
     "Batch", "BatchForecast", "Clock", "Collation", "ComingStep", "ComputedRows",
-    "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "Rows", "SampleError",
-    "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline", "check_dataset",
-    "find_changed", "first_samples", "keeps_places", "names_for", "own_random_numbers", "part_of",
-    "read_lengths", "refuse_counted_padding", "samples_of", "seed_plainly", "seed_torch",
-    "share_of_rows_found", "spread", "tell_of_loss", "tell_of_outputs",
+    "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "Rows",
+    "SampleError", "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline",
+    "check_dataset", "find_changed", "first_samples", "keeps_places", "may_lie_on_gpus",
+    "names_for", "own_random_numbers", "part_of", "read_lengths", "refuse_counted_padding",
+    "samples_of", "seed_plainly", "seed_torch", "share_of_rows_found", "spread", "tell_of_loss",
+    "tell_of_outputs",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Say which samples the coming steps train on.
 
-A sample's row lies on the node that has computed it, and on a second node it would be computed
-again. So on several nodes a sample keeps its place in a batch::
+A sample's row lies on the node that has computed it, or in the memory of one GPU. Elsewhere it
+would be computed again. So on several nodes, and on several GPUs, a sample keeps its place in a
+batch::
 
     4 processes on 2 nodes      batch of 8       epoch 0       epoch 1
     2 replicas of 2 stages      0000 1111        node 0: the samples of places 0 to 3
@@ -56,7 +57,11 @@ class ComingStep:
 
 
 class BatchForecast:
-    """Cut a data set's epochs into global batches, from where the run is."""
+    """Cut a data set's epochs into global batches, from where the run is.
+
+    Attributes:
+        keeps_places: whether each sample keeps its place in a batch.
+    """
 
     def __init__(self, task: Task, dataset: SizedDataset, timeline: Timeline) -> None:
         config, num = task.config, len(dataset)
@@ -80,7 +85,7 @@ class BatchForecast:
             unit = config.micro_batch_size or 1
             places = places_in_batches(num, config.global_batch_size, unit=unit)
             order = shuffled_in_place(places, seed=config.seed)
-        self._sampler, self._keeps_places = EpochSampler(num, order), keeps
+        self._sampler, self.keeps_places = EpochSampler(num, order), keeps
 
     def next_two(self, replicas: int) -> tuple[ComingStep, Tensor | None]:
         """Return the coming step, and the next one's samples unless a pause comes before it."""
@@ -136,7 +141,7 @@ class BatchForecast:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a hash of the samples that the current epoch has trained on, and the order."""
-        return {"seen": self._seen(), "keeps_places": self._keeps_places}
+        return {"seen": self._seen(), "keeps_places": self.keeps_places}
 
     def _seen(self) -> str:
         at = self._timeline.position
@@ -177,7 +182,18 @@ def share_of_rows_found(config: TrainConfig, world: World) -> float:
 
 def num_row_places(config: TrainConfig, world: World) -> int:
     """Return in how many places rows lie that cannot be read from another."""
-    return world.size if config.cache_device == "cuda" else world.num_nodes
+    return world.size if may_lie_on_gpus(config, world) else world.num_nodes
+
+
+def may_lie_on_gpus(config: TrainConfig, world: World) -> bool:
+    """Return whether processes may have rows in GPUs' memory, each those that it reads.
+
+    Whether there is room for any does not matter, as the order of samples depends on this.
+    """
+    if config.cache_device != "auto":
+        return config.cache_device == "cuda"
+    finds_own = world.size == 1 or may_keep_places(config)
+    return world.device.type == "cuda" and not config.cache_keep and finds_own
 
 
 def _coming(ids: Tensor, timeline: Timeline, replicas: int) -> ComingStep:

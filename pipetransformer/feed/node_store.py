@@ -1,9 +1,13 @@
 """Choose where a cache's rows lie: in a GPU's memory, in a file that a node shares, or in both.
 
-cache_device    one process, all rows fit    one process, they do not    several processes
-"auto"          GPU                          GPU and file                file
-"cuda"          GPU                          as "auto", with a warning   each its own GPU
-"cpu"           file                         file                        file
+cache_device    all rows fit                 they do not
+"auto"          GPU                          GPU and file
+"cuda"          GPU                          as "auto", with a warning
+"cpu"           file                         file
+
+Of several processes each has rows of the samples that it reads on its own GPU, where no other can
+read them. With "auto" a GPU has room for its process's part of them. So all go into the file where
+a process does not read the same samples in every epoch. With "cuda" it has room for all.
 
 A place with room for less than a tenth of the rows has none, be it by what is free or by
 `cache_limit_bytes`; see `enough`.
@@ -19,8 +23,10 @@ are tried in this order:
 
 from __future__ import annotations
 
+import bisect
 import errno
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -59,6 +65,9 @@ _BESIDE_ROW_BYTES = 64
 """What a row takes beside its own bytes, rounded up."""
 _DEVICE_SHARE = 0.5
 """Of a GPU's memory that this process has never used, how much rows may take unasked."""
+_DEVIATIONS = 6
+"""By how many standard deviations a process may read more of the GPUs' rows than others. Places
+have samples at random, and which rows are on GPUs follows samples' numbers."""
 
 
 @dataclass(frozen=True)
@@ -350,25 +359,29 @@ def behind(world: World, store: ActivationStore) -> ActivationStore:
 
 
 def make_store(
-    world: World, config: TrainConfig, layout: RowLayout, num_rows: int
+    world: World, config: TrainConfig, layout: RowLayout, num_rows: int, *, readers: int
 ) -> ActivationStore | None:
     """Make a store within the limit; None on all ranks where a node has no room. Collective.
 
     On a device each row has room for the longest, so that a limit holds fewer.
+
+    Args:
+        readers: processes that read the rows, each its own; 0 where each may read any.
     """
     limit, device = config.cache_limit, None
     if config.cache_device == "cuda":
         num_on_device = enough(rows_within(limit, num_rows, layout.row_bytes), num_rows)
-        device = _on_device(world, layout, num_on_device)
+        device = _on_device(world, layout, num_on_device, num_on_device)
         if device is not None:
             return device
     num_rows = rows_within(limit, num_rows, layout.expected_bytes)
-    if config.cache_device != "cpu":
-        num_on_device = _num_on_device(world, layout, num_rows, limit)
-        device = _on_device(world, layout, num_on_device)
+    if config.cache_device != "cpu" and readers:
+        slots = partial(_num_slots, config=config, readers=readers)
+        num_on_device = _num_on_device(world, layout, num_rows, limit, slots)
+        device = _on_device(world, layout, num_on_device, slots(num_on_device))
     tiers: dict[str, ActivationStore] = {}
     if device is not None:
-        tiers[f"{world.device}'s memory"] = device
+        tiers["the GPUs' memory" if world.size > 1 else f"{world.device}'s memory"] = device
         limit = None if limit is None else limit - device.num_rows * layout.row_bytes
     num_elsewhere = 0 if device is None else device.num_rows
     if num_elsewhere < num_rows:
@@ -423,12 +436,27 @@ def room_on_device(world: World) -> int:
     return int(_DEVICE_SHARE * max(0, free - (most - now)))
 
 
-def _num_on_device(world: World, layout: RowLayout, num_rows: int, limit: int | None) -> int:
-    """Return how many of all rows lie on a device that was not asked for; 0 for too few."""
-    if world.size > 1:
-        # Several processes could not read each other's rows, and each shuffle deals samples anew.
-        return 0
-    num = min(num_rows, room_on_device(world) // max(1, device_bytes(layout, 1)))
+def _num_slots(num_rows: int, config: TrainConfig, readers: int) -> int:
+    """Return how many of the devices' rows a process has room for; see `BatchCut.slices`."""
+    size, unit = config.global_batch_size, config.micro_batch_size or 1
+    mean = num_rows * -(-size // unit // readers) * unit / size
+    return min(num_rows, math.ceil(mean + _DEVIATIONS * math.sqrt(mean)))
+
+
+def _num_on_device(
+    world: World,
+    layout: RowLayout,
+    num_rows: int,
+    limit: int | None,
+    slots: Callable[[int], int],
+) -> int:
+    """Return how many of all rows lie on devices that were not asked for; 0 for too few.
+
+    Collective: where one device has less room than others, that is what each has.
+    """
+    room = min(gather_json(room_on_device(world), group=world.group))
+    most = room // max(1, device_bytes(layout, 1))
+    num = bisect.bisect_right(range(num_rows + 1), most, key=slots) - 1
     more_bytes = layout.row_bytes - layout.expected_bytes
     if limit is not None and more_bytes:
         # What rows take on a device beyond their length must not cost another its place.
@@ -436,16 +464,18 @@ def _num_on_device(world: World, layout: RowLayout, num_rows: int, limit: int | 
     return enough(num, num_rows)
 
 
-def _on_device(world: World, layout: RowLayout, num_rows: int) -> DeviceStore | None:
+def _on_device(
+    world: World, layout: RowLayout, num_rows: int, num_slots: int
+) -> DeviceStore | None:
     """Make a store on each process's device; None, with a warning, where one has no room."""
     if num_rows == 0:
         return None
     store, failure = None, ""
     try:
-        store = DeviceStore(layout, num_rows, device=world.device)
+        store = DeviceStore(layout, num_rows, device=world.device, num_slots=num_slots)
     except torch.OutOfMemoryError:
         failure = (
-            f"the {device_bytes(layout, num_rows)} bytes of {num_rows} rows do not fit "
+            f"the {device_bytes(layout, num_slots)} bytes of {num_slots} rows do not fit "
             f"{world.device}"
         )
     failures = [text for text in gather_json(failure, group=world.group) if text]

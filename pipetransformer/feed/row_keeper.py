@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from autocache import (
     ActivationStore,
+    DeviceStore,
     KeptRows,
     KeptStore,
     PrefixCache,
@@ -20,6 +22,7 @@ from autocache import (
     RowLayout,
     RowSets,
     TieredStore,
+    device_bytes,
 )
 from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
@@ -78,6 +81,7 @@ class RowKeeper:
         num_views: of each sample that have rows; 0 where each is asked for once.
 
     Attributes:
+        keeps_places: whether replicas read the same samples in every epoch.
         format: what a row holds.
         store: None where none is of use.
         known: digests of this run's samples, to compare rows of other runs with.
@@ -97,6 +101,8 @@ class RowKeeper:
         check_device(config, world.device)
         self._chunk_size = config.prefix_chunk_of(world.size, on_gpu=world.device.type == "cuda")
         self._num_views, self._gave_up = num_views, num_views == 0
+        self.keeps_places: Callable[[], bool] = lambda: False
+        self._num_readers = 0
         self.format = RowFormat(prefix, world, samples, chunk_size=self._chunk_size)
         self.store: ActivationStore | None = None
         self.known: Tensor | None = None
@@ -192,7 +198,15 @@ class RowKeeper:
     @property
     def num_bytes(self) -> int:
         """Return what this node's cache takes now."""
-        return self.store.num_bytes if self.store is not None else 0
+        if self.store is None:
+            return 0
+        # On GPUs each process has its own.
+        return self.store.num_bytes + (self._world.slots_per_node - 1) * self.bytes_on_device
+
+    @property
+    def bytes_on_device(self) -> int:
+        """Return what rows take on this process's GPU."""
+        return sum(device_bytes(one.layout, one.num_slots) for one in self._device_stores())
 
     @property
     def uses_store(self) -> bool:
@@ -237,11 +251,17 @@ class RowKeeper:
         return self._gave_up
 
     def match_store(self) -> None:
-        """Make another store if rows of this depth have another layout, or a set of their own."""
-        layout = self.format.agree_on_layout()
+        """Make another store if rows of this depth have another layout, or a set of their own.
+
+        So it is where fewer processes than before read them, and a GPU has no room for their part.
+        """
+        layout, readers = self.format.agree_on_layout(), self._agree_on_readers()
         if self.store is not None and self.store.layout == layout:
-            return
+            holds_all = all(one.num_slots == one.num_rows for one in self._device_stores())
+            if readers >= self._num_readers or holds_all:
+                return
         self.drop()
+        self._num_readers = readers
         if layout is None:
             self._gave_up = True
             return
@@ -259,10 +279,21 @@ class RowKeeper:
         if self._task.config.cache_keep:
             self.store = self._kept_store(layout, num_rows)
         else:
-            self.store = make_store(self._world, self._task.config, layout, num_rows)
+            config = self._task.config
+            self.store = make_store(self._world, config, layout, num_rows, readers=readers)
         self._gave_up = self.store is None
         if self.store is not None and self._world.is_main:
             _LOGGER.info("the cache has %s", _account(self.store, num_rows))
+
+    def _device_stores(self) -> list[DeviceStore]:
+        tiers = () if self.store is None else _tiers(self.store)
+        return [one for one in tiers if isinstance(one, DeviceStore)]
+
+    def _agree_on_readers(self) -> int:
+        """Return how many processes read rows; 0 where each may read any row. Collective."""
+        if self._world.size == 1 or not self.keeps_places():
+            return int(self._world.size == 1)
+        return sum(gather_json(self._prefix.on_stage_0, group=self._world.group))
 
     def _kept_store(self, layout: RowLayout, num_rows: int) -> ActivationStore | None:
         """Open the rows that are kept for this prefix, or make room for them. Collective."""
@@ -316,9 +347,13 @@ class RowKeeper:
             self.store = self._kept = None
 
 
+def _tiers(store: ActivationStore) -> Sequence[ActivationStore]:
+    return store.tiers if isinstance(store, TieredStore) else (store,)
+
+
 def _account(store: ActivationStore, num_samples: int) -> str:
     """Return how many samples have rows, in how many bytes, and how many are in which place."""
-    tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+    tiers = _tiers(store)
     # Rows of unequal lengths take their bytes as they are written.
     sizes = [max(one.num_bytes, one.num_rows * one.layout.expected_bytes) for one in tiers]
     account = str(RowBudget(store.num_rows, num_samples, sum(sizes)))

@@ -18,7 +18,7 @@ from freeze import FreezeContext
 from pipetransformer.checkpoint import Saved
 from pipetransformer.config import TrainConfig
 from pipetransformer.elastic import Change, Decision
-from pipetransformer.feed import Clock, RowBudget
+from pipetransformer.feed import Clock, RowBudget, may_lie_on_gpus
 from pipetransformer.processes import World, on_rank_0
 from pipetransformer.report.fit_report import nothing_frozen_line
 from pipetransformer.report.progress import Progress
@@ -98,7 +98,7 @@ class RunLog:
         if unused:
             self.say(f"columns that the model does not take: {', '.join(unused)}")
         if rows.num_samples:
-            self.say(_cache_text(rows, self._config, saved_share))
+            self.say(_cache_text(rows, self._config, self._world, saved_share))
         self._progress.open(clock.step, clock.max_steps)
 
     def say(self, line: str) -> None:
@@ -312,21 +312,25 @@ class RunLog:
             )
 
 
-def _cache_text(rows: RowBudget, config: TrainConfig, saved_share: float | None) -> str:
+def _cache_text(
+    rows: RowBudget, config: TrainConfig, world: World, saved_share: float | None
+) -> str:
     if not rows.num_rows:
         return (
             f"no cache: cache_limit_bytes={config.cache_limit_bytes} has room for less than a "
             f"tenth of the rows of {rows.num_samples} samples"
         )
     folders = config.cache_folders
-    text = f"the cache will have {rows} at most in {' and '.join(map(str, folders))}"
-    free = None
+    on_gpus, free = may_lie_on_gpus(config, world), None
+    text = f"the cache will have {rows} at most in "
+    text += "GPUs' memory, and without room there in " if on_gpus else ""
+    text += " and ".join(map(str, folders))
     if all(folder.is_dir() for folder in folders):
         free = sum(shutil.disk_usage(folder).free for folder in folders)
         text += f", where {as_bytes(free)} are free"
     if saved_share is not None:
         text += f"; this saves about {100 * saved_share:.0f} % of {config.epochs} epochs"
-    if free is not None and rows.num_bytes > free:
+    if free is not None and rows.num_bytes > free and not on_gpus:
         text += (
             "; with room for less than a tenth nothing is cached: cache_limit_bytes=, "
             "cache_dtype= or another cache_folder= make it fit"

@@ -164,4 +164,6 @@ class Evaluator:
             return ((0, stage.share.read_of_slice(ids)) for ids in stage.rounds(len(dataset)))
 
         samples = samples_of(self._task, dataset, needs_targets=needs_targets, evaluates=True)
-        return SampleFeed(self._prefix, self._world, samples, to_come=to_come, keeps=keeps)
+        feed = SampleFeed(self._prefix, self._world, samples, to_come=to_come, keeps=keeps)
+        feed.keeper.keeps_places = lambda: True
+        return feed

@@ -54,7 +54,7 @@ IDS = torch.tensor([5, 0, 9, 3, 7])
 
 def put_half_on_device(patch: pytest.MonkeyPatch) -> None:
     """Have `cache_device="auto"` put half of the rows on the device, and half into the file."""
-    patch.setattr(store_choice, "_num_on_device", lambda world, layout, num, limit: num // 2)
+    patch.setattr(store_choice, "_num_on_device", lambda world, layout, num, *_: num // 2)
 
 
 def leave_rows_unchecked(patch: pytest.MonkeyPatch) -> None:

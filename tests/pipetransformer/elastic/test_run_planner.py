@@ -158,9 +158,10 @@ def test_a_user_s_planner_may_not_recompute_against_the_setting(setting: bool) -
     ("device", "num_ranks", "cache_device", "read_s", "ahead"),
     [
         ("cpu", 1, "auto", 0.25, False),
-        ("cuda", 2, "auto", 0.25, True),
+        ("cuda", 2, "cpu", 0.25, True),
         ("cuda", 1, "cpu", 0.25, True),
         ("cuda", 1, "auto", 0.0625, False),
+        ("cuda", 2, "auto", 0.0625, False),
         ("cuda", 2, "cuda", 0.0625, False),
     ],
 )

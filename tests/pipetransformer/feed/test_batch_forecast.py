@@ -31,23 +31,27 @@ def in_order(epoch: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "settings", "keeps", "found"),
+    ("device", "nodes", "settings", "keeps", "found"),
     [
-        (1, {}, False, 1.0),
-        (2, {}, True, 1.0),
-        (2, {"cache": False}, True, 1.0),
-        (2, {"sample_order": in_order}, False, 0.5),
-        (2, {"group_by_length": True}, False, 0.5),
-        (4, {"scale_batch": True}, False, 0.25),
-        (1, {"cache_device": "cuda"}, True, 1.0),
-        (1, {"cache_device": "cuda", "sample_order": in_order}, False, 0.25),
+        ("cpu", 1, {}, False, 1.0),
+        ("cpu", 2, {}, True, 1.0),
+        ("cpu", 2, {"cache": False}, True, 1.0),
+        ("cpu", 2, {"sample_order": in_order}, False, 0.5),
+        ("cpu", 2, {"group_by_length": True}, False, 0.5),
+        ("cpu", 4, {"scale_batch": True}, False, 0.25),
+        ("cpu", 1, {"cache_device": "cuda"}, True, 1.0),
+        ("cpu", 1, {"cache_device": "cuda", "sample_order": in_order}, False, 0.25),
+        ("cuda", 1, {}, True, 1.0),
+        ("cuda", 1, {"cache_device": "cpu"}, False, 1.0),
+        ("cuda", 1, {"cache_keep": True, "cache_folder": "rows"}, False, 1.0),
+        ("cuda", 2, {"group_by_length": True}, False, 0.5),
     ],
 )
 def test_samples_keep_their_places_where_rows_lie_apart(
-    nodes: int, settings: dict[str, Any], keeps: bool, found: float
+    device: str, nodes: int, settings: dict[str, Any], keeps: bool, found: float
 ) -> None:
     config = TrainConfig(**settings)
-    world = World(0, 4, 4 // nodes, torch.device("cpu"), None, owned=False)
+    world = World(0, 4, 4 // nodes, torch.device(device), None, owned=False)
     assert (keeps_places(config, world), share_of_rows_found(config, world)) == (keeps, found)
 
 

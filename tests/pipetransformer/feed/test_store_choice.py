@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from dataclasses import dataclass, replace
@@ -27,9 +28,12 @@ from autocache import (
 from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.config import TrainConfig
+from pipetransformer.feed import RowBudget
 from pipetransformer.feed import node_store as store_choice
 from pipetransformer.feed.fetch_forecast import Follower, with_later
 from pipetransformer.processes.world import connect
+from pipetransformer.report.run_log import _cache_text
+from pipetransformer.stage import BatchCut
 from tests.helpers.adapted import classifier
 from tests.helpers.feeds import (
     ALONE,
@@ -130,7 +134,7 @@ def test_the_longest_on_the_device_cost_no_other_row_its_place_within_the_limit(
     layout = RowLayout((hidden, RowField("y", (), torch.int64)), mean_length=16.0)
     assert (layout.expected_bytes, layout.row_bytes) == (320, 1088)
     config = TrainConfig(cache_folder=tmp_path, cache_limit_bytes=limit_bytes)
-    store = store_choice.make_store(ALONE, config, layout, 24)
+    store = store_choice.make_store(ALONE, config, layout, 24, readers=1)
     assert store is not None and sizes_of(store) == sizes
     store.close()
 
@@ -188,6 +192,17 @@ def test_half_of_what_was_never_used_is_for_rows(monkeypatch: pytest.MonkeyPatch
         assert store_choice.room_on_device(world) == 300
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1700)
         assert store_choice.room_on_device(world) == 0
+
+
+@pytest.mark.parametrize("unit", [None, 1, 3, 8])
+def test_a_gpu_has_room_for_the_largest_slice_of_each_batch(
+    unit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_choice, "_DEVIATIONS", 0)
+    for size, readers in itertools.product(range(unit or 1, 20), range(1, 6)):
+        config = TrainConfig(global_batch_size=size, micro_batch_size=unit)
+        num_slots = store_choice._num_slots(7 * size, config, readers)
+        assert num_slots == 7 * BatchCut(readers, 1, unit).slices(size)[0]
 
 
 def fetch_in_turn(folder: str, settings: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -339,6 +354,14 @@ def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
     (announced,) = re.findall(text, caplog.text)
     # Rows also hold the mask, targets and checks.
     assert 0.75 * taken < 1024 * float(announced) < 1.1 * taken
+
+
+def test_the_start_says_where_rows_may_lie() -> None:
+    rows, config = RowBudget(4, 4, 64), TrainConfig(cache_folder="nowhere")
+    text = "the cache will have rows of 4 of 4 samples, about 64 B at most in"
+    assert _cache_text(rows, config, ALONE, None) == f"{text} nowhere"
+    on_gpu = f"{text} GPUs' memory, and without room there in nowhere"
+    assert _cache_text(rows, config, replace(ALONE, device=CUDA), None) == on_gpu
 
 
 _NUM, _BATCH = 48, 16
