@@ -168,7 +168,7 @@ class Elasticity:
             self._world,
             profile=kept or self._measure(),
             memory_limit_bytes=limit,
-            may_cache=lambda: self.feed.keeper.may_cache,
+            rows=self.feed.keeper,
             rebuild_s=lambda: self.deployment.rebuild_s,
         )
         planner.choose_workers(self.clock())

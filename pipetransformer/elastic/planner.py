@@ -29,7 +29,7 @@ from pipetransformer.elastic.planners import (
     of_length,
     same_stages,
 )
-from pipetransformer.feed import Clock, may_lie_on_gpus, share_of_rows_found
+from pipetransformer.feed import Clock, RowKeeper, may_lie_on_gpus, share_of_rows_found
 from pipetransformer.model import Task
 from pipetransformer.processes import World, told_by_rank_0
 from pipetransformer.stage import BatchCut
@@ -41,7 +41,7 @@ class RunPlanner:
     Args:
         profile: as measured.
         memory_limit_bytes: what a device slot may use; None for no limit.
-        may_cache: tells whether activations may come from the cache.
+        rows: of the training set; says whether activations may come from the cache.
         rebuild_s: tells the seconds of new groups for another pipeline length.
     """
 
@@ -52,11 +52,11 @@ class RunPlanner:
         *,
         profile: Profile,
         memory_limit_bytes: int | None,
-        may_cache: Callable[[], bool],
+        rows: RowKeeper,
         rebuild_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._task, self._world = task, world
-        self._may_cache = may_cache
+        self._rows = rows
         self.profile = profile
         self._memory_limit_bytes = memory_limit_bytes
         self.calibration = Calibration()
@@ -225,7 +225,7 @@ class RunPlanner:
             self._world.slots_per_node,
             config.global_batch_size,
             num_frozen,
-            memory_limit_bytes=self._memory_limit_bytes,
+            memory_limit_bytes=self._limit_beside_rows(num_frozen, current),
             prefix_chunk=config.prefix_chunk_of(self._world.size, on_gpu=on_gpu),
             lengths=self._lengths(num_frozen),
             max_replicas=config.most_replicas(),
@@ -238,11 +238,23 @@ class RunPlanner:
         return complete_request(
             request,
             self.profile,
-            rows_found=self._may_cache() * share_of_rows_found(config, self._world),
+            rows_found=self._rows.may_cache * share_of_rows_found(config, self._world),
             on_gpu=on_gpu,
             in_gpu_memory=on_gpu and may_lie_on_gpus(config, self._world),
             reads_a_row=self._reads_a_row(clock, current),
         )
+
+    def _limit_beside_rows(self, num_frozen: int, current: Decision | None) -> int | None:
+        """Return what a plan may take where rows lie on GPUs, but no less than the present one.
+
+        A thaw may take all, as rows of deeper layers are of no use then. A user's limit is obeyed.
+        """
+        limit, is_told = self._memory_limit_bytes, self._task.config.memory_limit_bytes is not None
+        if limit is None or is_told or self._world.size == 1:
+            return limit
+        if current is None or num_frozen < current.num_frozen:
+            return limit
+        return min(limit, max(limit - self._rows.bytes_on_device, *current.plan.peak_bytes))
 
     def _schedules(self) -> tuple[str, ...]:
         """Return the schedules that the run may have, the preferred one first."""

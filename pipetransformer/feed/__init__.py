@@ -20,7 +20,7 @@ from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.rounding import tell_of_loss, tell_of_outputs
 from pipetransformer.feed.row_format import refuse_counted_padding
-from pipetransformer.feed.row_keeper import RowBudget
+from pipetransformer.feed.row_keeper import RowBudget, RowKeeper
 from pipetransformer.feed.sample_feed import (
     ComputedRows,
     Rows,
@@ -44,7 +44,7 @@ from pipetransformer.feed.workers import ForeseenSamples, Request
 
 __all__ = [
     "Batch", "BatchForecast", "Clock", "Collation", "ComingStep", "ComputedRows",
-    "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "Rows",
+    "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "RowKeeper", "Rows",
     "SampleError", "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline",
     "check_dataset", "find_changed", "first_samples", "keeps_places", "may_lie_on_gpus",
     "names_for", "own_random_numbers", "part_of", "read_lengths", "refuse_counted_padding",

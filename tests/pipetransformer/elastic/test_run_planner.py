@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def planner(*, num_ranks: int = 2, spread: float = 0.0, **settings: Any) -> RunP
         world,
         profile=costs.profile(*layers, cache_bytes_per_s=1e9),
         memory_limit_bytes=None,
-        may_cache=lambda: config.cache,
+        rows=SimpleNamespace(may_cache=config.cache, bytes_on_device=0),  # type: ignore[arg-type]
     )
 
 
@@ -179,6 +180,23 @@ def test_rows_are_read_at_the_rate_of_where_they_lie(
     one.profile = dataclasses.replace(one.profile, cache_device_bytes_per_s=None)
     asked = one.request(CLOCK, 1, None)
     assert (asked.prefix_cached_s, asked.prefix_read_ahead) == (0.25, device == "cuda")
+
+
+def test_what_rows_take_on_a_gpu_is_not_for_other_pipelines() -> None:
+    one, alone, told = planner(), planner(num_ranks=1), planner(memory_limit_bytes=100)
+    present = dataclasses.replace(plan_of(planner(pipeline_length=2)), peak_bytes=(20.0, 50.0))
+    decision = Decision(50, 1, present, False, "")
+    for each in (one, alone, told):
+        each._memory_limit_bytes = 100
+    for taken, limit in ((0, 100), (30, 70), (60, 50)):
+        for each in (one, alone, told):
+            each._rows = SimpleNamespace(may_cache=True, bytes_on_device=taken)
+        assert one.request(CLOCK, 2, decision).memory_limit_bytes == limit
+        # At first there are no rows, a thaw has no use for them, and one process has one plan.
+        assert one.request(CLOCK, 2, None).memory_limit_bytes == 100
+        assert one.request(CLOCK, 0, decision).memory_limit_bytes == 100
+        for each in (alone, told):
+            assert each.request(CLOCK, 2, decision).memory_limit_bytes == 100
 
 
 def test_what_writing_rows_takes_keeps_a_short_run_from_the_cache() -> None:
