@@ -37,15 +37,21 @@ follows each batch's last backward; it takes no tick here, and no stage waits fo
     stage 0  F0 F1 .. B0 F2 B1 F3 B2 .. B3
     stage 1  .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
+Interleaved 1F1B (2 workers of 2 chunks, 4 micro-batches). A worker holds two chunks of layers, so
+stages 0 to 3 lie on workers 0, 1, 0, 1; a prime marks chunk 1. A tick is half as long as above.
+
+    worker 0  F0  F1  F0' F1' F2  B0' F3  B1' F2' B0  F3' B1  ..  B2' ..  B3' B2  B3
+    worker 1  ..  F0  F1  F0' B0' F1' B1' F2  B0  F3  B1  F2' B2' F3' B3' B2  B3  ..
+
 Source: GPipe (Huang et al. 2019); PipeDream (Narayanan et al. 2019) and PipeDream-flush (2021);
-torchgpipe section 2.
+torchgpipe section 2; interleaving (Narayanan et al., Megatron-LM, 2021, section 2.2).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -75,22 +81,32 @@ class Op(Enum):
 
 @dataclass(frozen=True)
 class Instruction:
-    """Do one operation on one micro-batch; an update belongs to the batch that ends with it."""
+    """Do one operation on one micro-batch; an update belongs to the batch that ends with it.
+
+    Args:
+        chunk: which of its worker's chunks of layers; 0 where a worker has one.
+    """
 
     op: Op
     micro_batch: int
+    chunk: int = 0
 
 
 StageProgram = tuple[Instruction, ...]
 Schedule = tuple[StageProgram, ...]
-"""One program for each stage, or for each worker of replicated stages, stage by stage."""
+"""One program for each stage, or for each worker of replicated or interleaved stages."""
 
 
 @dataclass(frozen=True)
 class StageWorkers:
-    """Number the workers of replicated stages, stage by stage; they take micro-batches in turn."""
+    """Number the workers of stages.
+
+    Workers of a replicated stage take micro-batches in turn. Interleaved stages take workers in
+    turn: with several chunks a worker, chunk c of worker j is stage c * K + j of K workers.
+    """
 
     replicas: tuple[int, ...]
+    num_chunks: int = 1
 
     def __post_init__(self) -> None:
         if min(self.replicas, default=0) < 1:
@@ -105,8 +121,16 @@ class StageWorkers:
     def stages(self) -> tuple[int, ...]:
         return tuple(stage for stage, count in enumerate(self.replicas) for _ in range(count))
 
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas) * self.num_chunks
+
+    def stage_of(self, worker: int, chunk: int) -> int:
+        return chunk * len(self.replicas) + self.stages[worker]
+
     def of(self, stage: int, micro_batch: int) -> int:
         """Return the worker of a stage that takes a micro-batch."""
+        stage %= len(self.replicas)
         return self.firsts[stage] + micro_batch % self.replicas[stage]
 
     def warm_up(self, stage: int) -> int:
@@ -115,8 +139,9 @@ class StageWorkers:
         return (self.firsts[-1] - 1 - self.firsts[stage]) // self.replicas[stage]
 
     def names(self) -> list[str]:
+        kind = "stage" if self.num_chunks == 1 else "worker"
         return [
-            f"stage {stage}" + f".{number}" * (count > 1)
+            f"{kind} {stage}" + f".{number}" * (count > 1)
             for stage, count in enumerate(self.replicas)
             for number in range(count)
         ]
@@ -185,6 +210,48 @@ def unflushed(num_stages: int, num_batches: int, num_micro_batches: int = 1) -> 
     return replicated_one_f_one_b((1,) * num_stages, total, update_every=num_micro_batches)
 
 
+def interleaved(
+    num_workers: int,
+    num_micro_batches: int,
+    *,
+    num_chunks: int = 2,
+    recomputed: Collection[int] = (),
+) -> Schedule:
+    """Alternate forward and backward on workers with several chunks of layers each.
+
+    K micro-batches pass all chunks before the next K do. So the bubble is that of 1F1B divided by
+    the number of chunks, for as many times the messages.
+
+    Args:
+        num_workers: K; chunk c of worker j is stage c * K + j.
+    Raises:
+        ValueError: the micro-batches are no multiple of the workers.
+    """
+    if num_micro_batches % num_workers:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches are no multiple of {num_workers} workers, whose "
+            f"chunks take turns every {num_workers} micro-batches; choose a multiple"
+        )
+
+    def task(op: Op, n: int) -> Instruction:
+        turn, place = divmod(n, num_workers)
+        group, chunk = divmod(turn, num_chunks)
+        # Backwards begin with the last chunk.
+        chunk = chunk if op is Op.FORWARD else num_chunks - 1 - chunk
+        return Instruction(op, group * num_workers + place, chunk)
+
+    total, programs = num_micro_batches * num_chunks, []
+    for worker in range(num_workers):
+        # The forwards for which there is time until the first gradient arrives.
+        warm_up = min(total, 2 * (num_workers - 1 - worker) + (num_chunks - 1) * num_workers)
+        tasks = [task(Op.FORWARD, n) for n in range(warm_up)]
+        for n in range(total):
+            tasks += [task(Op.FORWARD, warm_up + n)] * (warm_up + n < total)
+            tasks.append(task(Op.BACKWARD, n))
+        programs.append(_with_links(tasks, worker, num_workers, recomputed, num_chunks))
+    return tuple(programs)
+
+
 @lru_cache(maxsize=256)
 def forward_only(replicas: tuple[int, ...], num_micro_batches: int) -> Schedule:
     """Run forwards alone, on stages of `replicas` workers each."""
@@ -233,28 +300,36 @@ def split_at_first_backward(program: StageProgram) -> tuple[StageProgram, StageP
     return program[:length], program[length:]
 
 
-def _each(op: Op, micro_batches: Iterable[int]) -> list[Instruction]:
-    return [Instruction(op, i) for i in micro_batches]
+def _each(op: Op, micro_batches: Iterable[int], chunk: int = 0) -> list[Instruction]:
+    return [Instruction(op, i, chunk) for i in micro_batches]
 
 
 def _with_links(
-    tasks: list[Instruction], stage: int, num_stages: int, recomputed: Collection[int] = ()
+    tasks: list[Instruction],
+    stage: int,
+    num_stages: int,
+    recomputed: Collection[int] = (),
+    num_chunks: int = 1,
 ) -> StageProgram:
-    """Put each task between the receive it waits for and the send it feeds."""
-    has_below, has_above = stage > 0, stage < num_stages - 1
+    """Put each task between the receive it waits for and the send it feeds.
+
+    With several chunks `stage` is chunk 0's, one of as many stages as there are workers.
+    """
     program: list[Instruction] = []
     for task in tasks:
-        i = task.micro_batch
+        i, chunk = task.micro_batch, task.chunk
+        has_below = stage > 0 or chunk > 0
+        has_above = stage < num_stages - 1 or chunk < num_chunks - 1
         if task.op is Op.FORWARD:
-            program += _each(Op.RECV_ACTIVATION, [i] * has_below)
-            program += [task, *_each(Op.SEND_ACTIVATION, [i] * has_above)]
+            program += _each(Op.RECV_ACTIVATION, [i] * has_below, chunk)
+            program += [task, *_each(Op.SEND_ACTIVATION, [i] * has_above, chunk)]
         elif task.op is Op.UPDATE:
             program.append(task)
         else:
             # A repeated forward needs no gradient: it runs while the gradient is under way.
-            program += _each(Op.RECOMPUTE, [i] * (i in recomputed))
-            program += _each(Op.RECV_GRADIENT, [i] * has_above)
-            program += [task, *_each(Op.SEND_GRADIENT, [i] * has_below)]
+            program += _each(Op.RECOMPUTE, [i] * (i in recomputed), chunk)
+            program += _each(Op.RECV_GRADIENT, [i] * has_above, chunk)
+            program += [task, *_each(Op.SEND_GRADIENT, [i] * has_below, chunk)]
     return tuple(program)
 
 
@@ -266,7 +341,7 @@ def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
     """Draw schedules side by side, as the grids above; `replicas` are each stage's workers."""
     if not any(schedules):
         return ""
-    workers = StageWorkers(tuple(replicas or (1,) * len(schedules[0])))
+    workers = workers_of(schedules[0], replicas)
     grids = [_place(schedule, workers) for schedule in schedules]
     width = max((len(cell) for grid in grids for row in grid for cell in row), default=0)
     rows = [
@@ -274,6 +349,12 @@ def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
         for rows in zip(*grids, strict=True)
     ]
     return named_rows(dict(zip(workers.names(), rows, strict=True)))
+
+
+def workers_of(schedule: Schedule, replicas: Sequence[int] | None = None) -> StageWorkers:
+    """Return the workers of a schedule, of which stages have `replicas`; None for one each."""
+    num_chunks = 1 + max((ins.chunk for program in schedule for ins in program), default=0)
+    return StageWorkers(tuple(replicas or (1,) * len(schedule)), num_chunks)
 
 
 def named_rows(rows: Mapping[str, str]) -> str:
@@ -285,10 +366,13 @@ def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
     """Place each worker's tasks, one tick long and as early as their input is there."""
     sources = {Op.FORWARD: -1, Op.BACKWARD: 1}
 
-    def source_of(worker: int, task: Instruction) -> int | None:
-        """Return the worker that a task's input comes from; None at the pipeline's ends."""
-        stage = workers.stages[worker] + sources.get(task.op, len(workers.replicas))
-        return workers.of(stage, task.micro_batch) if 0 <= stage < len(workers.replicas) else None
+    def source_of(worker: int, task: Instruction) -> tuple[int | None, Instruction]:
+        """Return the worker and the task that a task's input comes from; None at the ends."""
+        stage = workers.stage_of(worker, task.chunk) + sources.get(task.op, workers.num_stages)
+        if not 0 <= stage < workers.num_stages:
+            return None, task
+        before = replace(task, chunk=stage // len(workers.replicas))
+        return workers.of(stage, task.micro_batch), before
 
     ticking = set(LETTERS) - {Op.UPDATE}
     waiting = [deque(ins for ins in program if ins.op in ticking) for program in schedule]
@@ -302,9 +386,9 @@ def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:
         for j, (row, tasks) in enumerate(zip(rows, waiting, strict=True)):
             cell = ".."
             # A task that no neighbour runs at all (total is 0) is not waited for.
-            source = (source_of(j, tasks[0]), tasks[0]) if tasks else None
+            source = source_of(j, tasks[0]) if tasks else None
             if source and done[source] >= min(total[source], done[j, tasks[0]] + 1):
-                cell = f"{LETTERS[tasks[0].op]}{tasks[0].micro_batch}"
+                cell = f"{LETTERS[tasks[0].op]}{tasks[0].micro_batch}" + "'" * tasks[0].chunk
                 finished.append((j, tasks.popleft()))
             row.append(cell)
         if not finished:

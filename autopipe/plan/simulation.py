@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from autopipe.schedule import LETTERS, Instruction, Op, Schedule, StageWorkers
+from autopipe.schedule import LETTERS, Instruction, Op, Schedule, StageWorkers, workers_of
 from autopipe.trace import Span
 
 
 @dataclass(frozen=True)
 class StageTimes:
     """State the seconds of every piece of a step.
+
+    Interleaved stages count each for itself, K * v on K workers.
 
     Args:
         forward_s, backward_s: one row per stage, one entry per micro-batch.
@@ -53,8 +55,8 @@ class StageTimes:
 class Simulation:
     """Hold a simulated step: the seconds in which each stage was busy or idle, and its spans.
 
-    Leading work and handling of messages are busy time without spans. Each worker of a replicated
-    stage counts as a stage.
+    Leading work and handling of messages are busy time without spans. Each worker of replicated or
+    interleaved stages counts as a stage.
     """
 
     step_s: float
@@ -82,6 +84,8 @@ def simulate(
 ) -> Simulation:
     """Execute a schedule on a clock.
 
+    Each boundary of stages has a link of its own, also where interleaved ones join two workers.
+
     Args:
         schedule: a program for each worker of each stage.
         replicas: workers of each stage, each pair with a link of its own; None for one each.
@@ -89,7 +93,7 @@ def simulate(
         ValueError: the times do not fit the schedule's stages; or its stages wait for each other,
             expect another order of messages, or leave messages unread.
     """
-    clock = _Clock(times, StageWorkers(tuple(replicas or (1,) * len(schedule))))
+    clock = _Clock(times, workers_of(schedule, replicas))
     # Each worker runs until it waits for a message. The order in which workers are visited does
     # not matter, as each has a clock of its own.
     waiting = [deque(program) for program in schedule]
@@ -134,7 +138,7 @@ class _Link:
 
 class _Clock:
     def __init__(self, times: StageTimes, workers: StageWorkers) -> None:
-        num_stages = len(workers.replicas)
+        num_stages = workers.num_stages
         lead_s = times.lead_s or (0.0,) * num_stages
         handling_s = times.handling_s or (0.0,) * (num_stages - 1)
         rows = times.forward_s, times.backward_s, lead_s, times.transfer_s, handling_s
@@ -146,16 +150,16 @@ class _Clock:
                 f"transfers and handling"
             )
         self._times, self._handling_s, self._workers = times, handling_s, workers
-        self.now_s = [lead_s[stage] for stage in workers.stages]
+        self.now_s = [sum(lead_s[stage :: len(workers.replicas)]) for stage in workers.stages]
         self.busy_s = list(self.now_s)
         self.events: list[Span] = []
-        # By kind of message, and the workers below and above.
-        self._links = defaultdict[tuple[str, int, int], _Link](_Link)
+        # By kind of message, the stage below, and the workers below and above.
+        self._links = defaultdict[tuple[str, int, int, int], _Link](_Link)
 
     def execute(self, worker: int, instruction: Instruction) -> bool:
         """Execute one instruction; return False if its message has not been sent yet."""
         op, i, times = instruction.op, instruction.micro_batch, self._times
-        stage = self._workers.stages[worker]
+        stage = self._workers.stage_of(worker, instruction.chunk)
         if op in LETTERS:
             start_s = self.now_s[worker]
             self._spend(worker, self._compute_s(op, stage, i))
@@ -163,7 +167,8 @@ class _Clock:
             return True
         boundary = stage if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
         below, above = self._workers.of(boundary, i), self._workers.of(boundary + 1, i)
-        link = self._links["activation" if op.is_forward else "gradient", below, above]
+        kind = "activation" if op.is_forward else "gradient"
+        link = self._links[kind, boundary, below, above]
         if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
             self._spend(worker, self._handling_s[boundary])
             link.send(i, self.now_s[worker], times.transfer_s[boundary][i])
@@ -188,6 +193,6 @@ class _Clock:
     def unread(self) -> list[str]:
         return [
             f"{kind} {i} between {below} and {above} is never received"
-            for (kind, below, above), link in sorted(self._links.items(), key=lambda it: it[0])
+            for (kind, _, below, above), link in sorted(self._links.items(), key=lambda it: it[0])
             for i, _ in link.messages
         ]

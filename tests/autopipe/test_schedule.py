@@ -20,6 +20,7 @@ from autopipe.schedule import (
     draw,
     forward_only,
     gpipe,
+    interleaved,
     one_f_one_b,
     peak_in_flight,
     replicated_one_f_one_b,
@@ -51,12 +52,14 @@ def peak(program: StageProgram) -> int:
 
 def test_drawn_schedules_are_the_grids_of_the_docstring() -> None:
     assert module.__doc__ is not None
-    lines = [line.strip() for line in re.findall(r"^ +stage .*", module.__doc__, re.MULTILINE)]
+    rows = re.findall(r"^ +(?:stage|worker) \d.*", module.__doc__, re.MULTILINE)
+    lines = [line.strip() for line in rows]
     assert draw(gpipe(3, 3)).splitlines() == lines[:3]
     assert draw(one_f_one_b(3, 3)).splitlines() == lines[3:6]
     assert draw(gpipe(3, 3, recomputed=range(2))).splitlines() == lines[6:9]
     assert draw(replicated_one_f_one_b((2, 1), 4), replicas=(2, 1)).splitlines() == lines[9:12]
-    assert draw(unflushed(2, 4)).splitlines() == lines[12:]
+    assert draw(unflushed(2, 4)).splitlines() == lines[12:14]
+    assert draw(interleaved(2, 4)).splitlines() == lines[14:]
 
 
 def test_columns_stay_aligned_with_two_digit_micro_batches() -> None:
@@ -330,3 +333,48 @@ def test_batches_that_leave_a_worker_idle_are_refused() -> None:
         replicated_one_f_one_b((3, 1), 4, update_every=2)
     with pytest.raises(ValueError, match="5 micro-batches in batches of 2"):
         replicated_one_f_one_b((1, 1), 5, update_every=2)
+
+
+# Workers, chunks of each, and micro-batches.
+CHUNKED = [(k, v, n * k) for k in (2, 3, 4) for v in (2, 3) for n in (1, 2, 4)]
+each_chunked = pytest.mark.parametrize(("k", "v", "m"), CHUNKED)
+
+
+@each_chunked
+def test_interleaved_stages_run_each_chunk_of_each_micro_batch_once(
+    k: int, v: int, m: int
+) -> None:
+    for worker, program in enumerate(interleaved(k, m, num_chunks=v)):
+        assert len(set(program)) == len(program)
+        for op in (Op.FORWARD, Op.BACKWARD):
+            ran = [(ins.micro_batch, ins.chunk) for ins in program if ins.op is op]
+            assert sorted(ran) == list(itertools.product(range(m), range(v)))
+        # What a worker keeps are micro-batches of a chunk, each of a v-th of its layers.
+        warm_up = 2 * (k - 1 - worker) + (v - 1) * k
+        assert peak_in_flight(program) == min(m * v, warm_up + 1)
+
+
+@each_chunked
+def test_interleaving_divides_the_bubble_by_the_chunks(k: int, v: int, m: int) -> None:
+    step_s = simulate(interleaved(k, m, num_chunks=v), times((1.0,) * k * v, m, 0.0)).step_s
+    whole_s = simulate(one_f_one_b(k, m), times((float(v),) * k, m, 0.0)).step_s
+    ideal_s = 3.0 * v * m
+    assert whole_s / ideal_s - 1 == pytest.approx((k - 1) / m)
+    assert step_s / ideal_s - 1 == pytest.approx((k - 1) / (v * m))
+
+
+def test_interleaved_stages_are_linked_in_a_ring_with_two_open_ends() -> None:
+    first, last = interleaved(2, 2)
+    of_op = {
+        op: [[ins.chunk for ins in program if ins.op is op] for program in (first, last)]
+        for op in Op
+    }
+    assert of_op[Op.RECV_ACTIVATION] == [[1, 1], [0, 0, 1, 1]]
+    assert of_op[Op.SEND_ACTIVATION] == [[0, 0, 1, 1], [0, 0]]
+    assert of_op[Op.RECV_GRADIENT] == [[1, 1, 0, 0], [0, 0]]
+    assert of_op[Op.SEND_GRADIENT] == [[1, 1], [1, 1, 0, 0]]
+
+
+def test_micro_batches_that_are_no_multiple_of_interleaved_workers_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 micro-batches are no multiple of 4 workers"):
+        interleaved(4, 6)

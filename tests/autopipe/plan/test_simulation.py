@@ -21,6 +21,7 @@ from autopipe.schedule import (
     Op,
     Schedule,
     gpipe,
+    interleaved,
     one_f_one_b,
     peak_in_flight,
 )
@@ -50,34 +51,40 @@ def grid(simulation: Simulation) -> list[str]:
 def longest_path(schedule: Schedule, times: StageTimes) -> float:
     """Find a step's end by recursion over what each instruction waits for."""
 
-    def rank(stage: int, op: Op, micro_batch: int) -> int:
-        return schedule[stage].index(Instruction(op, micro_batch))
+    def sent(stage: int, op: Op, micro_batch: int) -> tuple[int, int]:
+        """Return the worker of a stage, and the place of a send in its program."""
+        chunk, worker = divmod(stage, len(schedule))
+        return worker, schedule[worker].index(Instruction(op, micro_batch, chunk))
 
     @cache
-    def finished(stage: int, number: int) -> float:
+    def finished(worker: int, number: int) -> float:
         if number < 0:
             return 0.0
-        op, i = schedule[stage][number].op, schedule[stage][number].micro_batch
-        before = finished(stage, number - 1)
+        ins = schedule[worker][number]
+        op, i, stage = ins.op, ins.micro_batch, ins.chunk * len(schedule) + worker
+        before = finished(worker, number - 1)
         if op is Op.FORWARD:
             return before + times.forward_s[stage][i]
         if op is Op.BACKWARD:
             return before + times.backward_s[stage][i]
         if op is Op.RECV_ACTIVATION:
-            return max(before, arrived(stage - 1, rank(stage - 1, Op.SEND_ACTIVATION, i)))
+            return max(before, arrived(*sent(stage - 1, Op.SEND_ACTIVATION, i)))
         if op is Op.RECV_GRADIENT:
-            return max(before, arrived(stage + 1, rank(stage + 1, Op.SEND_GRADIENT, i)))
+            return max(before, arrived(*sent(stage + 1, Op.SEND_GRADIENT, i)))
         return before
 
     @cache
-    def arrived(stage: int, number: int) -> float:
-        op, i = schedule[stage][number].op, schedule[stage][number].micro_batch
-        earlier = [n for n in range(number) if schedule[stage][n].op is op]
-        boundary = stage if op is Op.SEND_ACTIVATION else stage - 1
-        free = arrived(stage, earlier[-1]) if earlier else 0.0
-        return max(finished(stage, number), free) + times.transfer_s[boundary][i]
+    def arrived(worker: int, number: int) -> float:
+        ins, program = schedule[worker][number], schedule[worker]
+        earlier = [
+            n for n in range(number) if (program[n].op, program[n].chunk) == (ins.op, ins.chunk)
+        ]
+        stage = ins.chunk * len(schedule) + worker
+        boundary = stage if ins.op is Op.SEND_ACTIVATION else stage - 1
+        free = arrived(worker, earlier[-1]) if earlier else 0.0
+        return max(finished(worker, number), free) + times.transfer_s[boundary][ins.micro_batch]
 
-    return max(finished(stage, len(program) - 1) for stage, program in enumerate(schedule))
+    return max(finished(worker, len(program) - 1) for worker, program in enumerate(schedule))
 
 
 def test_timeline_is_the_documented_grid() -> None:
@@ -106,13 +113,30 @@ def test_uniform_stages_idle_for_the_bubble_of_the_formula(
 def test_step_of_random_times_is_the_longest_path(name: str, seed: int) -> None:
     generator = random.Random(seed)
     length, num_micro_batches = generator.randint(1, 5), generator.randint(1, 7)
-    forward_s, backward_s, transfer_s = (
-        tuple(tuple(generator.random() for _ in range(num_micro_batches)) for _ in range(stages))
-        for stages in (length, length, length - 1)
-    )
-    times = StageTimes(forward_s, backward_s, transfer_s)
+    times = random_times(generator, length, num_micro_batches)
     schedule = SCHEDULES[name](length, num_micro_batches)
     assert simulate(schedule, times).step_s == pytest.approx(longest_path(schedule, times))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_interleaved_step_of_random_times_is_the_longest_path(seed: int) -> None:
+    generator = random.Random(seed)
+    workers, chunks, rounds = (generator.randint(2, 3) for _ in range(3))
+    times = random_times(generator, workers * chunks, rounds * workers)
+    schedule = interleaved(workers, rounds * workers, num_chunks=chunks)
+    result = simulate(schedule, times)
+    assert result.step_s == pytest.approx(longest_path(schedule, times))
+    of_stage = [sum(times.forward_s[j] + times.backward_s[j]) for j in range(workers * chunks)]
+    assert result.busy_s == pytest.approx([sum(of_stage[j::workers]) for j in range(workers)])
+
+
+def random_times(generator: random.Random, num_stages: int, num_micro_batches: int) -> StageTimes:
+    return StageTimes(
+        *(
+            tuple(tuple(generator.random() for _ in range(num_micro_batches)) for _ in range(rows))
+            for rows in (num_stages, num_stages, num_stages - 1)
+        )
+    )
 
 
 def test_1f1b_keeps_one_micro_batch_less_on_each_later_stage() -> None:
@@ -133,6 +157,12 @@ def test_link_carries_one_message_at_a_time_while_its_sender_computes_on() -> No
 def test_work_before_the_first_instruction_delays_the_stage_and_counts_as_busy() -> None:
     result = simulate(gpipe(2, 1), uniform(2, 1, lead_s=(4.0, 0.0)))
     assert (result.step_s, result.busy_s, result.idle_s) == (10.0, (7.0, 3.0), (3.0, 7.0))
+
+
+def test_a_worker_of_interleaved_stages_leads_in_each_of_its_chunks() -> None:
+    result = simulate(interleaved(2, 2), uniform(4, 2, lead_s=(1.0, 2.0, 3.0, 4.0)))
+    # Two micro-batches in two chunks take 3 s each.
+    assert result.busy_s == (12.0 + 1.0 + 3.0, 12.0 + 2.0 + 4.0)
 
 
 def test_stages_that_wait_for_each_other_are_named() -> None:
