@@ -11,7 +11,13 @@ from autopipe.engine.current_micro_batch import (
     is_recomputing,
     running,
 )
-from autopipe.engine.executor import StageLinks, StageReport, StageRun, StageWork
+from autopipe.engine.executor import (
+    StageLinks,
+    StageReport,
+    StageRun,
+    StageWork,
+    run_chunks,
+)
 from autopipe.engine.graph_cut import Starts, cut, total_bytes
 from autopipe.engine.links import (
     Gradients,
@@ -31,5 +37,5 @@ __all__ = [
     "ForwardPass", "Gradients", "Link", "Milestone", "Payload", "Peer", "ProcessLinkAbove",
     "ProcessLinkBelow", "Receiver", "RoutedLink", "Sender", "StageLinks", "StageReport",
     "StageRun", "StageWork", "Starts", "TensorSpec", "Watchdog", "current_forward_pass", "cut",
-    "is_checkpointing", "is_recomputing", "running", "total_bytes",
+    "is_checkpointing", "is_recomputing", "run_chunks", "running", "total_bytes",
 ]  # fmt: skip

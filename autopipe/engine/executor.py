@@ -167,18 +167,27 @@ class StageRun:
             the links' peers' error: a neighbour did not send or take a micro-batch in time.
             RuntimeError: the input of a checkpointed forward was changed in place.
         """
-        self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0, "send": 0.0}
+        self._begin(retain)
         for instruction in self._program if portion is None else portion:
-            self.current = instruction
             if before_last_backward is not None and instruction == self._last_backward:
                 before_last_backward()
-            kind, method = _ACTIONS[instruction.op]
-            with self._recorded(instruction):
-                if instruction.op is Op.FORWARD:
-                    self._await_forward(instruction.micro_batch)
-                start = time.perf_counter()
-                getattr(self, method)(instruction.micro_batch)
-                self._spent_s[kind] += time.perf_counter() - start
+            self._execute(instruction)
+        return self._end()
+
+    def _begin(self, retain: bool) -> None:
+        self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0, "send": 0.0}
+
+    def _execute(self, instruction: Instruction) -> None:
+        self.current = instruction
+        kind, method = _ACTIONS[instruction.op]
+        with self._recorded(instruction):
+            if instruction.op is Op.FORWARD:
+                self._await_forward(instruction.micro_batch)
+            start = time.perf_counter()
+            getattr(self, method)(instruction.micro_batch)
+            self._spent_s[kind] += time.perf_counter() - start
+
+    def _end(self) -> StageReport:
         start = time.perf_counter()
         for link in self._links:
             link.flush()
@@ -316,6 +325,23 @@ class StageRun:
             self._input_gradients[i] = self._work.backward(
                 i, starts, values, anchors, retain=again
             )
+
+
+def run_chunks(program: StageProgram, chunks: Sequence[StageRun]) -> tuple[StageReport, ...]:
+    """Run a worker's program on its chunks of layers; return a report for each.
+
+    Args:
+        program: of a worker of interleaved stages.
+        chunks: a run for each chunk, of the program's instructions for it. Each is a stage of its
+            own, so that its links lead to the stages below and above, in a ring of the workers.
+    Raises:
+        what `StageRun.run` raises.
+    """
+    for chunk in chunks:
+        chunk._begin(retain=False)
+    for instruction in program:
+        chunks[instruction.chunk]._execute(instruction)
+    return tuple(chunk._end() for chunk in chunks)
 
 
 def _present(link: Link | None) -> Link:

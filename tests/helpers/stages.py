@@ -47,25 +47,35 @@ def place() -> tuple[int, int, dist.ProcessGroup | None]:
 
 def connect(group: dist.ProcessGroup | None, *, timeout_s: float = 30.0) -> StageLinks:
     """Link this rank to its neighbours in a pipeline of all ranks; alone it has none."""
-    links = StageLinks()
-    if group is None:
-        return links
-    rank = dist.get_rank()
+    return StageLinks() if group is None else connect_chunks(group, 1, timeout_s=timeout_s)[0]
 
-    def peer(other: int, tag: int, name: str) -> Peer:
-        return Peer(other, group, tag, name, timeout_s, error=PeerError)
 
-    if rank > 0:
-        links.below = ProcessLinkBelow(
-            Receiver(peer(rank - 1, 1, "activations"), CPU),
-            CountingSender(peer(rank - 1, 2, "gradients")),
-        )
-    if rank < dist.get_world_size() - 1:
-        links.above = ProcessLinkAbove(
-            CountingSender(peer(rank + 1, 1, "activations")),
-            Receiver(peer(rank + 1, 2, "gradients"), CPU),
-        )
-    return links
+def connect_chunks(
+    group: dist.ProcessGroup, num_chunks: int, *, timeout_s: float = 30.0
+) -> list[StageLinks]:
+    """Link each chunk of this rank, a worker of interleaved stages, to the stages beside it."""
+    num_workers = dist.get_world_size()
+
+    def peer(stage: int, boundary: int, name: str) -> Peer:
+        # Two ranks of two chunks have three boundaries between them.
+        tag = 2 * boundary + (name == "gradients")
+        return Peer(stage % num_workers, group, tag, name, timeout_s, error=PeerError)
+
+    def links(stage: int) -> StageLinks:
+        found = StageLinks()
+        if stage > 0:
+            found.below = ProcessLinkBelow(
+                Receiver(peer(stage - 1, stage - 1, "activations"), CPU),
+                CountingSender(peer(stage - 1, stage - 1, "gradients")),
+            )
+        if stage < num_workers * num_chunks - 1:
+            found.above = ProcessLinkAbove(
+                CountingSender(peer(stage + 1, stage, "activations")),
+                Receiver(peer(stage + 1, stage, "gradients"), CPU),
+            )
+        return found
+
+    return [links(chunk * num_workers + dist.get_rank()) for chunk in range(num_chunks)]
 
 
 def layers_of(model: nn.Sequential, stage: int, length: int) -> nn.Sequential:
