@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from multiprocessing import forkserver
 from pathlib import Path
 
 from pipetransformer.checkpoint import LOCK_FILE, lock_folder
@@ -31,6 +32,10 @@ _SPINS = "3000"
 Where another program has a core, the loop's two threads share the other one. With torch's default
 they spin there, and take fifty times as long. On idle cores this costs the loop 2 %.
 """
+_IMPORTED = (
+    "pipetransformer", "torch._dynamo", "sklearn.datasets", "sklearn.model_selection",
+    "timm.models.vision_transformer",
+)  # fmt: skip
 _PACKAGES = {"timm": "its model", "sklearn": "its scans", "plotly": "its page"}
 
 
@@ -63,7 +68,9 @@ def run_demo(settings: DemoSettings, say: Callable[[str], object]) -> None:
         require(package, purpose=f"the demo, for {purpose},", extra="demo")
     clear_folder(Path(settings.folder))
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # Read once, when a process loads OpenMP.
-    # Each start by a fork server spares the seconds that its imports would take.
+    # Every process is forked from this server, which has imported what all of them need.
+    forkserver.set_forkserver_preload([*_IMPORTED])
+    forkserver.ensure_running()
     if not settings.donor.exists():
         say(f"donor: a ViT learns the digits 0-4, kept in {settings.donor}")
         launch(train_donor, (settings,), num_slots=NUM_SLOTS, start_method="forkserver")

@@ -21,7 +21,7 @@ from pipetransformer.demo.results import Result, RunQueueWait
 from pipetransformer.demo.runs import LEARNING_RATE, DemoSettings, fine_tuned
 from pipetransformer.loop import attach
 
-NUM_FROZEN, NUM_EPOCHS = 6, 8
+NUM_FROZEN, NUM_EPOCHS = 6, 6
 RATES = {"loop": LEARNING_RATE, "rows": LEARNING_RATE, "kept": 2 * LEARNING_RATE}
 
 

@@ -30,7 +30,7 @@ MAX_GRAD_NORM = 1.0
 LEARNING_RATE = 6e-4
 MEMORY_LIMIT_BYTES = 14_500_000
 """Modelled bytes a slot may use: the whole model with AdamW does not fit, half of it does."""
-FROZEN_BY_EPOCH = (0,) * 10 + (4,) * 3 + (6,)
+FROZEN_BY_EPOCH = (0,) * 8 + (4,) * 3 + (6,)
 """Frozen layers by epoch; the last entry holds on, with a quarter of the blocks active."""
 DONOR_EPOCHS = 16
 
@@ -52,7 +52,7 @@ class DemoSettings:
     """
 
     folder: str = "runs/demo"
-    epochs: int = 24
+    epochs: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
