@@ -6,7 +6,8 @@
     └──────────┘
 
 One SVG without scripts. A row of keyframes moves each shape from phase to phase, which lasts from
-one transition to the next. A reader who wants no motion sees the last phase.
+one transition to the next. It repeats, and stands still below the pointer. A reader who wants no
+motion sees the last phase.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def moving_picture(records: Sequence[Record]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(width, 420)} '
         f'{_TOP + _HEIGHT + 16}" width="{max(width, 420)}" font-family="sans-serif" '
-        f'font-size="15"><title>The run from phase to phase</title><style>{_STYLE}'
+        f'font-size="15" style="max-width:100%"><title>The run from phase to phase; point at it '
+        f"to stop it</title><style>{_STYLE}"
         f"{''.join(rules)}</style>{''.join(shapes)}{''.join(captions)}</svg>"
     )
 
@@ -97,6 +99,7 @@ svg rect, svg text {{ animation-duration: {_LOOP_S}s; animation-iteration-count:
 .device {{ fill: #f6f8fa; stroke: #8c959f; vector-effect: non-scaling-stroke; }}
 .frozen {{ fill: #a8d1ff; }} .active {{ fill: #2f81f7; }}
 rect.device, rect.frozen, rect.active {{ width: 1px; height: 1px; }}
+svg:hover rect, svg:hover text {{ animation-play-state: paused; }}
 @media (prefers-reduced-motion) {{ svg rect, svg text {{ animation: none; }} }}
 """
 

@@ -57,5 +57,12 @@ def test_a_device_that_no_pipeline_uses_is_faint() -> None:
     assert rows_of(moving_picture(RECORDS), "run-3")[1].endswith("opacity:1")
 
 
+def test_many_devices_fit_the_page_and_the_picture_can_be_stopped() -> None:
+    picture = moving_picture([transition(0.0, 0, 1, 64, 0, 12), *RECORDS])
+    root = ElementTree.fromstring(picture)
+    assert int(root.get("width", "")) > 5000 and root.get("style") == "max-width:100%"
+    assert "svg:hover rect, svg:hover text { animation-play-state: paused; }" in picture
+
+
 def test_a_run_that_never_changed_has_no_picture() -> None:
     assert moving_picture(RECORDS[:1]) == moving_picture([]) == ""
