@@ -214,14 +214,14 @@ def _random(what: str, like: Tensor) -> Tensor:
 
     To be read alone: the same tensor may be returned again.
     """
-    return _drawn(what, like.shape).to(like.dtype).to(like.device)
+    return _drawn(what, like.shape, like.dtype, like.device)
 
 
 # Seven trials of an optimizer use the same numbers, and drawing them took as long as its steps.
 @functools.lru_cache(maxsize=10_000)
-def _drawn(what: str, shape: torch.Size) -> Tensor:
+def _drawn(what: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(what.encode()) * 7919 + len(what))
-    return torch.rand(shape, generator=generator) + 0.5
+    return (torch.rand(shape, generator=generator) + 0.5).to(dtype).to(device)
 
 
 def _spell(value: Any) -> str:
