@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import threading
 import traceback
 import weakref
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -78,12 +80,14 @@ class StandInGpu:
         if self.captured is not None:
             self.captured.is_broken = True
             raise RuntimeError(f"CUDA error: {what}: operation not permitted during a capture")
-        frames = [
-            f"{frame.filename.rpartition('/main/')[2]}:{frame.lineno}"
-            for frame in traceback.extract_stack()
-            if "/site-packages/" not in frame.filename and __file__ != frame.filename
-        ]
-        self.waits[f"{what} at {' <- '.join(reversed(frames[-3:]))}"] += 1
+        # Not traceback.extract_stack, which opens each frame's file.
+        places = (
+            f"{Path(frame.f_code.co_filename).name}:{line}"
+            for frame, line in traceback.walk_stack(sys._getframe())
+            if "/site-packages/" not in frame.f_code.co_filename
+            and __file__ != frame.f_code.co_filename
+        )
+        self.waits[f"{what} at {' <- '.join(itertools.islice(places, 3))}"] += 1
 
 
 class OnGpu(Tensor):
