@@ -31,15 +31,17 @@ _PATIENCE_STEPS = 1e5
 
 def suit_tests() -> None:
     """Have this process wait for every save, as steps of tests are too short for any, but for no
-    disk. Have it measure briefly and seldom: what the planner is told about tiny models takes
-    longer than all their training.
+    disk. Have it measure briefly and seldom, and try an optimizer once: what the planner is told
+    about tiny models takes longer than all their training.
     """
     import torch
 
     from pipetransformer.checkpoint import run_state
+    from pipetransformer.checks import model_checks
     from pipetransformer.elastic import elasticity
     from pipetransformer.measure import link_times, measurements, reading_times, timing
     from tests.helpers.measured import kept
+    from tests.helpers.trials import try_once
 
     os.fsync = _fsync_in_tests
     for backend in (torch.cuda, torch.xpu, torch.mtia):
@@ -50,6 +52,7 @@ def suit_tests() -> None:
     link_times._TURNS = measurements._MOST_ROUNDS = 1
     reading_times._NUM_ROWS, reading_times._FETCHED = 8, 4
     elasticity.measure = kept
+    model_checks.try_optimizer = try_once
     gc.freeze()  # What is imported stays; looking at it again and again takes seconds.
 
 
