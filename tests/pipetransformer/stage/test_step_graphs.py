@@ -135,7 +135,7 @@ def test_replays_train_as_launches_do(dropout: float, micro_batches: int) -> Non
 
 
 def test_a_replay_is_one_launch() -> None:
-    ours = Run(True, freeze=None)
+    ours = Run(True, freeze=None, epochs=3)
     warm = ours.launches[9]
     # The batch comes to the GPU, and to where the graph reads it; two groups have a rate each.
     assert warm == {"graph": 1, "_to_copy": 2, "copy_": 3, "fill_": 2}
@@ -143,7 +143,7 @@ def test_a_replay_is_one_launch() -> None:
 
 
 def test_only_sublayers_that_draw_are_seeded() -> None:
-    ours = Run(True, model=make_model(0.1), freeze=None)
+    ours = Run(True, model=make_model(0.1), freeze=None, epochs=3)
     assert ours.launches[9]["graph"] == 2  # The first one begins before all.
 
 
@@ -299,8 +299,8 @@ def test_moments_that_are_replaced_are_captured_anew() -> None:
             for state in optimizer.state.values():
                 state["exp_avg"] = state["exp_avg"] * 0.5
 
-    ours = Run(True, edit=edit, freeze=None)
-    assert_same(ours, Run(False, edit=edit, freeze=None))
+    settings: dict[str, Any] = {"edit": edit, "freeze": None, "epochs": 2}
+    assert_same(Run(True, **settings), Run(False, **settings))
 
 
 def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -325,7 +325,7 @@ def test_what_a_forward_reads_besides_tensors_is_noticed(
             model[1].factor = 0.5
 
     with caplog.at_level(logging.WARNING):
-        ours = Run(True, edit=edit, freeze=None)
+        ours = Run(True, edit=edit, freeze=None, epochs=3)
     assert "the model's forward gives another loss in step 10 than its captured" in caplog.text
     assert "steps 5 to 10 trained with what it was before" in caplog.text
     assert not any(launches["graph"] for launches in ours.launches[11:])
@@ -470,7 +470,7 @@ class _Lengths(torch.utils.data.Dataset[Any]):
     """Give each batch another length."""
 
     def __len__(self) -> int:
-        return 4 * 12
+        return 4 * 10
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.full((1 + index // 4, 8), float(index) / 48), index % _CLASSES
@@ -494,7 +494,7 @@ def test_more_shapes_than_are_captured_are_launched(caplog: pytest.LogCaptureFix
 
     settings: dict[str, Any] = {
         "data": _Lengths(), "global_batch_size": 4, "freeze": None, "epochs": 2,
-        "sample_order": lambda epoch: range(48), "collate_fn": padded,
+        "sample_order": lambda epoch: range(40), "collate_fn": padded,
     }  # fmt: skip
     with caplog.at_level(logging.WARNING):
         ours = Run(True, model=model(), **settings)
@@ -504,11 +504,10 @@ def test_more_shapes_than_are_captured_are_launched(caplog: pytest.LogCaptureFix
 
 
 def test_a_resumed_run_goes_on_in_the_same_bits(tmp_path: Path) -> None:
-    whole = Run(True)
-
-    Run(True, folder=tmp_path, checkpoint_every_steps=6, max_steps=12)
-    resumed = Run(True, folder=tmp_path, checkpoint_every_steps=6, resume=True)
-    assert 0 < resumed.num_replays < len(resumed.results) < 16
+    whole = Run(True, epochs=3)
+    Run(True, epochs=3, folder=tmp_path, checkpoint_every_steps=6, max_steps=8)
+    resumed = Run(True, epochs=3, folder=tmp_path, checkpoint_every_steps=6, resume=True)
+    assert 0 < resumed.num_replays < len(resumed.results) < 12
     assert resumed.results == whole.results[-len(resumed.results) :]
     torch.testing.assert_close(resumed.state, whole.state, rtol=0, atol=0)
 
