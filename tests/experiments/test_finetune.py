@@ -91,7 +91,7 @@ def test_a_classifier_is_trained_saved_and_described(tmp_path: Path) -> None:
         smoke(tmp_path / "run")
 
 
-@pytest.mark.parametrize("task", ["stsb", "mnli"])
+@pytest.mark.parametrize("task", ["stsb", slow("mnli")])
 def test_a_task_with_one_label_or_three_has_a_smoke_too(tmp_path: Path, task: str) -> None:
     found = smoke(tmp_path / "run", "--num_train_epochs", "1", task=task)
     assert found["metric"] in found["metrics"]

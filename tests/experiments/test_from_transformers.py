@@ -99,7 +99,7 @@ def metrics(folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "task",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("sst2", "squad"))) for n in TASKS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("squad",))) for n in TASKS],
 )
 def test_a_script_logs_the_losses_and_metrics_of_transformers(task: str, tmp_path: Path) -> None:
     main, write = TASKS[task]

@@ -17,6 +17,7 @@ from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.plain_loop import PlainLoop, own_part
 from experiments.rivals.saved_loop import SAVED_LOOP
 from tests.helpers.adapted import answerer, batch_for, classifier, targets_for
+from tests.helpers.marks import slow
 from tests.helpers.smoke_runs import losses, smoke
 
 WEIGHTS = "model.safetensors"
@@ -56,7 +57,7 @@ def test_activations_kept_at_several_depths_go_on_from_there(build: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [("--max_grad_norm", "0"), ("--lr_scheduler_type", "polynomial")]
+    "options", [slow(("--max_grad_norm", "0")), ("--lr_scheduler_type", "polynomial")]
 )
 def test_a_gradient_unclipped_and_a_rate_that_ends_above_zero_are_ours_in_a_rival(
     tmp_path: Path, options: tuple[str, ...]

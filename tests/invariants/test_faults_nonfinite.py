@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from pipetransformer import Trainer
 from pipetransformer.errors import NonFiniteError
 from tests.helpers.inspection import stage_of
+from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
 from tests.helpers.pool import Pool
@@ -192,17 +193,18 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("case", [slow(0), 1, *map(slow, (2, 3, 4)), 5, 6])
 def test_a_bad_gradient_skips_the_step_everywhere_and_one_warning_names_where_it_began(
-    four_ranks: Pool,
+    four_ranks: Pool, case: int
 ) -> None:
-    for bad, value, length, where in CASES:
-        answers = four_ranks.run(spoil_a_step, bad, value, "skip", length)
-        assert [answer[0] for answer in answers] == [""] * 4
-        assert all(answer[2] for answer in answers)
-        warnings = [text for answer in answers for text in answer[1] if "skipped" in text]
-        assert len(warnings) == 1 and warnings == [w for w in answers[0][1] if "skipped" in w]
-        assert where in warnings[0], warnings
-        assert warnings[0].startswith(f"step {BAD_STEP}: the loss is ")
+    bad, value, length, where = CASES[case]
+    answers = four_ranks.run(spoil_a_step, bad, value, "skip", length)
+    assert [answer[0] for answer in answers] == [""] * 4
+    assert all(answer[2] for answer in answers)
+    warnings = [text for answer in answers for text in answer[1] if "skipped" in text]
+    assert len(warnings) == 1 and warnings == [w for w in answers[0][1] if "skipped" in w]
+    assert where in warnings[0], warnings
+    assert warnings[0].startswith(f"step {BAD_STEP}: the loss is ")
 
 
 def test_a_bad_gradient_ends_the_run_on_all_ranks_with_the_same_words(four_ranks: Pool) -> None:

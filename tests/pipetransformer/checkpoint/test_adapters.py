@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipetransformer.checkpoint import write_model_folder
 from pipetransformer.cli import main
+from tests.helpers.marks import slow
 from tests.helpers.measured import measuring, never
 from tests.helpers.peft_models import (
     CAUSAL,
@@ -54,7 +55,7 @@ def save(name: str, folder: Path, length: int) -> Tensor:
         return torch.as_tensor(trainer.predict(samples_for(model)).predictions).double()
 
 
-@pytest.mark.parametrize("name", ["lora of BERT", "p-tuning", "lora of words and head"])
+@pytest.mark.parametrize("name", [slow("lora of BERT"), "p-tuning", "lora of words and head"])
 def test_peft_loads_the_adapter_of_a_run_in_a_pipeline(
     two_ranks: Pool, tmp_path: Path, name: str
 ) -> None:
@@ -127,7 +128,7 @@ def test_adapters_that_transformers_has_added_are_written_alone(
 @pytest.mark.parametrize(
     "saves",
     [
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        slow({"modules_to_save": ["embed_tokens", "lm_head"]}),
         {"modules_to_save": ["model.embed_tokens"], "ensure_weight_tying": True},
     ],
 )

@@ -146,7 +146,7 @@ def expected(two_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> State
     return two_ranks.run(after, 6, tmp_path_factory.mktemp("part"))[0]
 
 
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("length", [slow(1), 2])
 def test_a_run_ends_with_the_best_weights_on_every_rank(
     two_ranks: Pool, expected: State, tmp_path: Path, length: int
 ) -> None:

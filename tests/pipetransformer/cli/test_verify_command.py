@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipetransformer.cli import main
 from pipetransformer.cli import verify_command as verify_command
+from tests.helpers.marks import slow
 from tests.pipetransformer.cli.test_configured_models import QWEN2_7B, saved, written
 
 HERE = "tests.pipetransformer.cli.test_verify_command"
@@ -30,7 +31,7 @@ def right() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"x": torch.rand(4, 8), "y": torch.zeros(4, dtype=torch.int64)}
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "BertForTokenClassification"])
+@pytest.mark.parametrize("architecture", [slow("LlamaForCausalLM"), "BertForTokenClassification"])
 def test_a_small_model_is_verified_as_it_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, architecture: str
 ) -> None:

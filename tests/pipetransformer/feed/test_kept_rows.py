@@ -26,6 +26,7 @@ from pipetransformer import attach
 from pipetransformer.feed import Samples as Samples_
 from tests.helpers.any_models import KINDS, NUM_SAMPLES, build, data, mean_loss, sgd
 from tests.helpers.feeds import leave_rows_unchecked
+from tests.helpers.marks import slow
 from tests.pipetransformer.loop.test_cached_loop import Samples
 
 KIND = KINDS["gpt2_classifier"]
@@ -341,7 +342,7 @@ def test_a_table_with_a_transform_is_compared_with_its_rows(tmp_path: Path) -> N
     assert run(1).hits[0] < NUM_SAMPLES
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("in_memory", [slow(False), True])
 def test_a_table_s_file_with_other_content_of_the_same_length_and_time_is_noticed(
     in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

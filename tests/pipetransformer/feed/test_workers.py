@@ -206,7 +206,7 @@ EPOCHS = 6
     [
         (7, {}, {0: 0, 9: 2}),
         slow(8, {"cache_limit_bytes": 20_000}, {0: 2}),
-        (10, {"prefix_chunk": 16}, {0: 0, 2: 1, 4: 2, 9: 3}),
+        slow(10, {"prefix_chunk": 16}, {0: 0, 2: 1, 4: 2, 9: 3}),
     ],
 )
 def test_workers_begin_anew_once_an_epoch_at_most(

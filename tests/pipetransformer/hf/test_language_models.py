@@ -99,7 +99,7 @@ def run(kind: Any, model: Any, folder: Path, data: Any, **given: Any) -> Run:
 @pytest.mark.parametrize(
     ("model", "options", "is_cut"),
     [
-        pytest.param(gpt2, PLAIN, False, id="gpt2"),
+        pytest.param(gpt2, PLAIN, False, id="gpt2", marks=pytest.mark.slow),
         pytest.param(gpt2, ACCUMULATED, True, id="gpt2, cut and accumulated"),
         pytest.param(llama, SMOOTHED, True, id="llama, cut and smoothed"),
         pytest.param(lambda: MODELS["lora of GPT-2"]().float(), PLAIN, True, id="lora of gpt2"),

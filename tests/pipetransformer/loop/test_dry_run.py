@@ -15,6 +15,7 @@ from transformers import BartConfig, BartForConditionalGeneration, TrainerCallba
 from freeze import FreezeContext, NeverFreeze
 from pipetransformer import FreezeCallback, attach
 from tests.helpers.any_models import KINDS, build, data, mean_loss, sgd
+from tests.helpers.marks import slow
 from tests.helpers.pool import Pool
 from tests.pipetransformer.loop.test_cached_loop import Samples
 from tests.pipetransformer.loop.test_callbacks import Training
@@ -51,7 +52,7 @@ def assert_untouched(ours: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("settings", "given"),
     [
-        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, {}),
+        slow({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, {}),
         (
             {"gradient_checkpointing": True, "eval_strategy": "epoch"},
             {"cache": False, "every_steps": 2},

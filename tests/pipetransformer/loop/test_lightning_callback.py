@@ -126,7 +126,7 @@ def compare(folder: Path, kind: Kind, make: Any = texts, **settings: Any) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "workers" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "generator" else pytest.param(name, marks=pytest.mark.slow)
         for name in LOADERS
     ],
 )

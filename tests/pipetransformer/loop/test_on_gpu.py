@@ -98,7 +98,7 @@ def attached(model: nn.Module, folder: Path, place: str) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("gpt2_classifier", "cuda"),
+        pytest.param("gpt2_classifier", "cuda", marks=pytest.mark.slow),
         ("gpt2_classifier", "auto"),
         ("beit", "cpu"),
         pytest.param("gpt2_classifier", "cpu", marks=pytest.mark.slow),

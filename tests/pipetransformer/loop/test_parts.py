@@ -347,7 +347,7 @@ def test_a_callback_is_given_blocks_or_parts() -> None:
             FreezeCallback(**given)
 
 
-@pytest.mark.parametrize("is_cast", [False, True])
+@pytest.mark.parametrize("is_cast", [slow(False), True])
 def test_a_loop_in_autocast_has_rows_in_its_precision(is_cast: bool) -> None:
     case = CASES["resnet"]
     torch.manual_seed(0)

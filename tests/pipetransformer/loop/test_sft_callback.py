@@ -101,7 +101,7 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (UNTIED, {}),
+        slow(UNTIED, {}),
         slow(LLAMA, {"gradient_accumulation_steps": 2}),
         slow(LLAMA, {"lora": True}),
         slow(LLAMA, {"packing": True, "packing_strategy": "wrapped"}),

@@ -203,7 +203,7 @@ def whole(two_ranks: Pool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("event", "at_step"), [slow("on_step_end", 2), ("on_evaluate", 3), ("on_transition", 3)]
+    ("event", "at_step"), [slow("on_step_end", 2), slow("on_evaluate", 3), ("on_transition", 3)]
 )
 def test_stop_on_one_rank_ends_all_after_the_step_and_a_resume_goes_on(
     two_ranks: Pool, tmp_path: Path, whole: dict[str, Tensor], event: str, at_step: int

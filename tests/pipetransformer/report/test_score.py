@@ -67,9 +67,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("paper", "auto", "plasticity") else slow(n) for n in POLICIES]
-)
+@pytest.mark.parametrize("name", [n if n in ("auto", "plasticity") else slow(n) for n in POLICIES])
 def test_a_run_s_own_policy_scores_as_the_run(tmp_path: Path, name: str) -> None:
     train(tmp_path, POLICIES[name]())
     decisions = read_decisions(tmp_path)
