@@ -87,7 +87,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("num_flips", [100, slow(10_000)])
+@pytest.mark.parametrize("num_flips", [50, slow(10_000)])
 def test_of_random_flips_in_a_run_s_folder_none_changes_in_silence_what_is_read_back(
     stopped: Path, caplog: pytest.LogCaptureFixture, num_flips: int
 ) -> None:
