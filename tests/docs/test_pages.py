@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shlex
 import subprocess
@@ -144,13 +145,18 @@ def anchors(page: Path) -> set[str]:
     return {title.replace(" ", "-") for title in plain}
 
 
+@functools.cache
+def generated() -> frozenset[Path]:
+    """Return the pages that are made from the packages."""
+    return frozenset(ROOT / "docs" / place for place in generated_pages())
+
+
 @pytest.mark.parametrize("page", [*PAGES, *BESIDE])
 def test_a_page_s_links_lead_somewhere_in_the_repository(page: str) -> None:
-    generated = {ROOT / "docs" / place for place in generated_pages()}
     lost = []
     for target, anchor in re.findall(r"\]\(([^)\s#:]*)(?:#([^)\s]*))?\)", read(page)):
         path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
-        if path not in generated and (
+        if path not in generated() and (
             not path.exists() or (anchor and anchor not in anchors(path))
         ):
             lost.append(f"{target}#{anchor}")

@@ -347,7 +347,7 @@ def test_the_bytes_announced_are_those_of_rows_of_samples_own_lengths(
 ) -> None:
     # From the shortest to the longest, as files may be.
     data = sorted(sentences(400), key=lambda row: len(row["input_ids"]))
-    with of_texts(data, epochs=2, global_batch_size=4) as trainer:
+    with of_texts(data, epochs=2, global_batch_size=20) as trainer:
         with caplog.at_level(logging.INFO):
             trainer.fit()
         taken = trainer.report.cache_bytes

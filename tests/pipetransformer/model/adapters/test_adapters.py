@@ -17,9 +17,17 @@ from transformers import BertModel
 
 from pipetransformer.model import adapt
 from tests.helpers.adapted import MODELS, answerer, batch_for, classifier, own_forward, timm_vit
+from tests.helpers.marks import slow
+
+_KNOWN_HEADS = {
+    *("roberta_tokens", "roberta_answers", "camembert_tokens", "camembert_answers"),
+    *("distilbert_tokens", "distilbert_answers", "electra_tokens", "electra_answers"),
+    "modernbert_answers",
+}
+"""Heads that BERT or ModernBERT shows, on bodies that others show."""
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[slow(name) if name in _KNOWN_HEADS else name for name in MODELS])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
     built: nn.Module = MODELS[request.param]()
