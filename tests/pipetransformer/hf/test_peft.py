@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from pipetransformer.hf import Trainer
 from tests.helpers.adapted import text_model
 from tests.helpers.hf_runs import arguments
+from tests.helpers.marks import slow
 from tests.helpers.peft_models import CAUSAL, CLASSES, bert, llama, lora, samples_for
 
 MODELS = {"classes": (bert, CLASSES), "causal": (llama, CAUSAL)}
@@ -47,7 +48,7 @@ def logged(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("task", MODELS)
+@pytest.mark.parametrize("task", [slow(n) if n == "classes" else n for n in MODELS])
 def test_the_run_and_the_adapter_are_those_of_transformers(tmp_path: Path, task: str) -> None:
     theirs = train(transformers.Trainer, task, tmp_path / "theirs")
     ours = train(Trainer, task, tmp_path / "ours", save_pretrained_checkpoints=True)

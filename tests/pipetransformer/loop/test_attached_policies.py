@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from freeze import FreezeContext, FreezePolicy, Linear, QuietUpdates
 from pipetransformer import attach
 from tests.helpers.any_models import KINDS, build, data, mean_loss, sgd
+from tests.helpers.marks import slow
 from tests.pipetransformer.loop.test_cached_loop import Samples
 
 KIND = KINDS["gpt2_classifier"]
@@ -60,8 +61,8 @@ class Seen(FreezePolicy):
     [
         (lambda context: min(context.epoch, 2), [0, 1, 2, 2]),
         ("linear:0,0.75", [1, 1, 1, 2]),
-        (Linear(begin=0.0, end=0.75), [1, 1, 1, 2]),
-        ("schedule:0,2,1", [0, 2, 1, 1]),
+        slow(Linear(begin=0.0, end=0.75), [1, 1, 1, 2]),
+        slow("schedule:0,2,1", [0, 2, 1, 1]),
         (QuietUpdates(1e9, begin=0.25), [0, 2, 2, 2]),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from pipetransformer import CachedLoop, attach
+from tests.helpers.marks import slow
 from tests.helpers.pool import Pool
 
 NUM, NUM_HELD_OUT = 12, 7
@@ -186,8 +187,10 @@ def test_an_evaluation_draws_what_its_loader_draws(num_workers: int) -> None:
         assert torch.equal(one, other)
 
 
-@KINDS
-@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize(
+    ("is_closed", "kind"),
+    [(True, "parts"), (False, "blocks"), slow(True, "blocks"), slow(False, "parts")],
+)
 def test_an_evaluation_that_is_left_or_stands_open_changes_no_step(
     kind: str, is_closed: bool
 ) -> None:

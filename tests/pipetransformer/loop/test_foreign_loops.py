@@ -144,7 +144,7 @@ def recomputes_reentrantly(loop: Loop) -> None:
     ("do", "kind"),
     [
         (leaves_early_and_keeps_the_iterator, IMAGES),
-        (trains_a_batch_twice, TEXTS),
+        slow(trains_a_batch_twice, TEXTS),
         (trains_a_batch_twice, IMAGES),
         (evaluates_copies, TEXTS),
         slow(evaluates_copies, IMAGES),

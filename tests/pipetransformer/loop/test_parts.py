@@ -96,6 +96,7 @@ _ALIKE = {
     "whisper",
     "wav2vec2",
     "llava, padded texts",
+    "llava-next, three tiles or five",
 }
 """Families whose kind another one shows."""
 

@@ -156,7 +156,7 @@ _LONG = ("tiles", "patches")
 
 
 @pytest.mark.parametrize(
-    "name", [slow(name) if name in (*_LONG, "bart") else name for name in FAMILIES]
+    "name", [slow(name) if name in (*_LONG, "bart", "two towers") else name for name in FAMILIES]
 )
 def test_blocks_freeze_and_thaw_beside_a_part_and_run_once_a_sample(name: str) -> None:
     family = FAMILIES[name]

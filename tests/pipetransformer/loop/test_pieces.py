@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import freeze as freezing
 from pipetransformer import FreezeCallback, attach
 from pipetransformer.loop.batches.pieces import Pieces, SampleRows, order_of_rows
+from tests.helpers.marks import slow
 from tests.helpers.row_models import (
     DEPTH,
     NUM_SAMPLES,
@@ -437,7 +438,7 @@ def trained(
 
 @pytest.mark.parametrize(
     ("story", "freeze"),
-    [(SIAMESE, [0, 1, 2, 2]), (PREFERRED, [1, 1, 3, 3]), (PAIRS, [0, 1, 2, 2])],
+    [(SIAMESE, [0, 1, 2, 2]), (PREFERRED, [1, 1, 3, 3]), slow(PAIRS, [0, 1, 2, 2])],
     ids=["columns", "blocks", "pairs"],
 )
 def test_rows_of_pieces_grow_deeper(story: Story, freeze: list[int]) -> None:
@@ -508,7 +509,7 @@ class OfColumns(transformers.Trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, slow(1)])
 def test_columns_are_served_in_others_trainers(num_workers: int, tmp_path: Path) -> None:
     def run(callback: FreezeCallback) -> dict[str, Tensor]:
         transformers.set_seed(0)
@@ -534,7 +535,7 @@ def test_columns_are_served_in_others_trainers(num_workers: int, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["TRL: DPOTrainer", "TRL: RewardTrainer"])
+@pytest.mark.parametrize("name", ["TRL: DPOTrainer", slow("TRL: RewardTrainer")])
 def test_trl_s_own_losses_of_pairs_are_served(name: str) -> None:
     pytest.importorskip("trl")
     from experiments.foreign_loops.runner import outcome_of

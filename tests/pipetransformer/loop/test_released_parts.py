@@ -120,7 +120,7 @@ def moves(caplog: pytest.LogCaptureFixture) -> Moves:
     return Moves(caplog)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=[slow("cpu"), "cuda"])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Give a CPU, and a stand-in for a GPU."""
     if request.param == "cpu":

@@ -96,7 +96,7 @@ def fail(folder: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "start_method", "message"),
     [
-        (
+        slow(
             "raise",
             "spawn",
             r"^rank 1 of 2 \(process \d+\) failed \(exit status 1; .*resume='auto'",

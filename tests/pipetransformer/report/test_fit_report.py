@@ -56,7 +56,7 @@ def figures(report: FitReport) -> tuple[int, int, int]:
     "settings",
     [
         {"pipeline_length": 1},
-        {"pipeline_length": 2},
+        slow({"pipeline_length": 2}),
         slow({"pipeline_length": 2, "weight_versions": "stashed"}),
         slow({"stage_workers": (1, 1)}),
     ],
