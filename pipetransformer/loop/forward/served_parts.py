@@ -108,7 +108,7 @@ def refuse_other_autocast(kind: str, due: torch.dtype | None) -> None:
     now = autocast_dtype(kind)
     if now != due:
         raise ValueError(
-            f"the forward computes in {now or 'no autocast'}, but rows were computed in "
-            f"{due or 'no autocast'}: give precision='bf16' or 'fp16' as the loop computes, "
-            "or none"
+            f"the forward computes in {now or 'no autocast'}, but rows are computed in "
+            f"{due or 'no autocast'}: give precision='bf16' or 'fp16' as the loop computes, or "
+            "none, and evaluate as it trains"
         )

@@ -100,7 +100,7 @@ class ShortForward:
         self._frozen: dict[str, tuple[dict[str, Any], str]] = {}
         self._with_adapters = modules_with_adapters(self._task.model.model.modules())
         self._adapters = adapters_in_use(self._with_adapters)
-        self._has_told = self._is_paused = False
+        self._has_told = self._is_paused = self._has_seen_autocast = False
         self.place: object = None
         self.agree: Callable[[bool, Sequence[nn.Module]], bool] | None = None
         # From the first batch on, as it may be run when all is thawed.
@@ -111,14 +111,20 @@ class ShortForward:
             whole.register_forward_hook(end, always_call=True),
         ]
 
-    def set_depth(self, depth: int) -> None:
-        """Serve this many blocks from now on."""
+    def set_depth(self, depth: int, *, is_to_come: bool = False) -> None:
+        """Serve this many blocks from now on.
+
+        Args:
+            is_to_come: whether nothing is frozen yet, and rows may be served later.
+        """
         self.give_back()
         self.depth = depth
         blocks = list(self._row.frozen(depth))
         serving = [partial(self._forward, i) for i in range(len(blocks))]
         if self._row.packing is not None:
             serving = [partial(self._part, i) for i in range(len(blocks))]
+        elif is_to_come and not self._has_seen_autocast:
+            blocks, serving = [self._row.blocks[0]], [self._unfrozen]
         if any(isinstance(vars(block).get("forward"), OwnForward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
@@ -352,6 +358,15 @@ class ShortForward:
         if hidden.requires_grad:  # As reentrant checkpointing above needs it, or nothing learns.
             rows = rows.detach().requires_grad_()
         return call.answered(rows)
+
+    def _unfrozen(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Refuse another autocast in the first step, not only where rows are first served."""
+        if self._task.model.model.training and torch.is_grad_enabled():
+            self._has_seen_autocast = True
+            self.give_back()
+            hidden = self._row.calls[0].hidden_in((args, kwargs))
+            refuse_other_autocast(hidden.device.type, self._task.computes_in)
+        return run(*args, **kwargs)
 
     def _states(self, rows: Tensor) -> Tensor:
         """Return the hidden states of rows, as blocks hand them on."""

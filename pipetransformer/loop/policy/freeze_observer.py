@@ -117,6 +117,7 @@ class FreezeObserver:
         self._waits = not (self.dry_run or self._looks)
         if not self._looks:
             self._propose_upper_adapters()
+            self._tell_of_noise()
         if not self.dry_run and self._looks:
             self._freeze(len(self._since))
         if self._costs is None and (self.dry_run or not self._since):
@@ -134,6 +135,17 @@ class FreezeObserver:
         text = adapter_advice(self._model, self._blocks, num_frozen, caches=caches)
         if text and _is_first_rank():
             _LOGGER.warning("%s", text)
+
+    def _tell_of_noise(self) -> None:
+        """Say that NEFTune, which a user has asked for, ends where the embedding freezes."""
+        modules = self._model.named_modules()
+        noisy = [name for name, one in modules if getattr(one, "neftune_noise_alpha", None)]
+        if noisy and _is_first_rank():
+            _LOGGER.warning(
+                "NEFTune adds no noise once %r is frozen, with or without rows: it does so in "
+                "training alone, and what is frozen runs in eval mode",
+                noisy[0],
+            )
 
     def expect(self, *, max_steps: int, steps_per_epoch: int) -> None:
         """Note how long the training and an epoch are, where that is known better by now."""

@@ -343,7 +343,9 @@ class RowService:
         self.forward.give_back()
 
     def _have_rows(self, depth: int) -> None:
-        may_have = depth > 0 and self._settings.caches is not False and not self.sees_first
+        is_asked = self._settings.caches is not False
+        is_to_come = depth == 0 and is_asked and self.may_ever_serve
+        may_have = depth > 0 and is_asked and not self.sees_first
         if not (may_have and self._are_rows_right(depth) and self._pays()):
             depth = 0
         self._note_stats()
@@ -351,7 +353,7 @@ class RowService:
         with torch.inference_mode(False), own_random_numbers(self.device):
             self.feed.prefix.set_depth(depth, on_stage_0=True, use_cache=depth > 0)
             self.feed.follow_prefix()
-        self.forward.set_depth(depth)
+        self.forward.set_depth(depth, is_to_come=is_to_come)
 
     def _pays(self) -> bool:
         """Return whether rows of parts save enough of a step; rows of blocks do. Collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,24 @@ def test_autocast_that_rows_were_not_computed_in_is_refused(loop: Loop) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(ValueError, match="in torch.bfloat16, but rows .* in no autocast"):
             loop.step(batch)
+
+
+def test_autocast_is_refused_before_anything_freezes(tmp_path: Path) -> None:
+    """It was only where rows were first read, behind an epoch."""
+    loop = Loop(TEXTS, None, None)
+    with attach(loop.model, freeze=[0, DEPTH], cache_folder=tmp_path) as loop.cached:
+        batch = next(loop.cached.epoch(loop.loader))
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(ValueError, match="in torch.bfloat16, but rows .* in no autocast"):
+                loop.step(batch)
+
+
+def test_a_loop_without_rows_may_compute_in_any_autocast() -> None:
+    loop = Loop(TEXTS, None, None)
+    with attach(loop.model, freeze=[0, DEPTH], cache=False) as loop.cached:
+        with torch.autocast("cpu", torch.bfloat16):
+            loop.train(2)
+    assert all(map(math.isfinite, loop.numbers))
 
 
 def test_what_has_ended_gives_no_more_batches(loop: Loop) -> None:

@@ -56,6 +56,18 @@ def test_layer_0_is_looked_at_with_all_that_freezes_with_it() -> None:
     assert look.num_frozen == 0
 
 
+def test_noise_that_ends_where_the_embedding_freezes_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As transformers marks the embedding that NEFTune's noise is added to."""
+    for alpha in (None, 5.0):
+        model = Embedded()
+        model.embedding.neftune_noise_alpha = alpha  # type: ignore[assignment]
+        watch(model, observer(QuietUpdates(1e-5, begin=0)))
+    told = [one.getMessage() for one in caplog.records if "NEFTune" in one.getMessage()]
+    assert len(told) == 1 and "once 'embedding' is frozen" in told[0]
+
+
 def test_a_layer_that_only_decays_is_not_quiet() -> None:
     model = Embedded()
     model.embedding.requires_grad_(False)
