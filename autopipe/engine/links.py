@@ -172,6 +172,8 @@ class Peer:
 class Sender:
     """Send micro-batches without blocking; at a step's end `flush` waits until all have left.
 
+    Between GPUs only the stream waits: before a number leaves the process, the watchdog settles.
+
     Args:
         most_pending: messages under way before a further one waits for the oldest; K suffice for
             a schedule that keeps K micro-batches in flight. None for no limit.
@@ -208,12 +210,9 @@ class Sender:
         self._pending.append((self._peer.start(dist.isend, message), message))
 
     def flush(self) -> None:
-        """Wait until the receiver has everything; between GPUs also for this rank's receives."""
+        """Wait, or let the stream wait, until the receiver has everything."""
         while self._pending:
             self._await_oldest()
-        if self._peer.watchdog is not None:
-            # After an aborted wait the stream goes on with garbage: this raises before its use.
-            self._peer.watchdog.settle()
 
     def _await_oldest(self) -> None:
         peer = self._peer

@@ -212,6 +212,7 @@ class AsynchronousStage(Stage):
         program = self._program(num_steps, len(sizes))
         with self._compiled():
             report = StageRun(program, work, self._links, all_sizes).run()
+        self._wiring.settle()
         for routes in self._wiring.side_out:
             routes.finish_step()
         return report

@@ -307,6 +307,7 @@ class Stage:
         self._bring_samples(work)
         self._launch_forwards(work)
         work.finish_step()
+        self._wiring.settle()
 
     def _launch_forwards(self, work: LayerWork) -> None:
         sizes = work.batches.sizes

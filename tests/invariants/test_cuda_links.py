@@ -213,7 +213,6 @@ def test_after_an_abort_every_call_raises_and_starts_nothing(traffic: Traffic) -
     for call in (
         lambda: receiver.receive(1),
         lambda: sender.send(torch.empty(1, device=GPU)),
-        sender.flush,
     ):
         with pytest.raises(RuntimeError, match=said):
             call()
@@ -235,7 +234,7 @@ class Identity(StageWork):
         raise NotImplementedError
 
 
-def test_the_middle_stage_of_a_program_launches_all_before_the_host_waits_once(
+def test_the_middle_stage_of_a_program_launches_all_and_waits_for_no_gpu(
     traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Receiver, "receive_header", lambda self: {"hidden": ROW})
