@@ -25,9 +25,9 @@ _MOST_CONNECTIONS = 512
 """Sockets that groups built ahead may keep open in a process: half of the common limit.
 128 ranks need 494 for pipelines of all lengths."""
 
-_NCCL_PATIENCE = 2.0
+_NCCL_PATIENCE = 3.0
 """NCCL's own time limit, as a multiple of ours. NCCL ends the process and names no rank, so ours
-must come first. It counts from an operation's launch, perhaps a step before the GPU runs it."""
+must come first. It counts from an operation's launch, perhaps two steps before the GPU runs it."""
 
 
 def link_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
@@ -45,11 +45,13 @@ class Groups:
         backward: the same ranks, for messages back. With NCCL another communicator, as the two
             directions must not queue behind each other; gloo has tags, so it is `forward`.
         stage: the replicas of this rank's stage, for gradients.
+        everyone: with NCCL all ranks, for a step's sums; it is `stage` where that has them all.
     """
 
     forward: dist.ProcessGroup | None
     backward: dist.ProcessGroup | None
     stage: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None = None
 
     def limit_waits(self, timeout_s: float) -> None:
         """Let collectives in these groups fail after `timeout_s` from now on."""
@@ -72,7 +74,7 @@ class Groups:
             dist.destroy_process_group(group)
 
     def _distinct(self) -> list[dist.ProcessGroup]:
-        groups = (self.forward, self.backward, self.stage)
+        groups = (self.forward, self.backward, self.stage, self.everyone)
         return list({id(group): group for group in groups if group is not None}.values())
 
 
@@ -148,11 +150,15 @@ def build_groups(
     # A spare is in no group, yet `new_group` needs every rank of the world.
     backward = _own_group(topology.pipelines, rank, timeout_s, backend)
     device = torch.device("cuda")
-    if stage is not None:
-        # NCCL blocks in a group's first sum; a replica without samples would join it late.
-        dist.all_reduce(torch.zeros(1, device=device), group=stage)
+    every = tuple(range(topology.num_ranks))
+    everyone = stage if stages == [every] else _own_group([every], rank, timeout_s, backend)
+    groups = Groups(forward, backward, stage, everyone)
+    for group in dict.fromkeys((stage, everyone)):
+        if group is not None:
+            # NCCL blocks in a group's first sum; a replica without samples would join it late.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     if forward is None:
-        return Groups(forward, backward, stage)
+        return groups
     replica = topology.replica_of(rank)
     layers = [topology.stage_of_replica(replica, stage) for stage in range(topology.length)]
     ways = [way for below, above in pairwise(layers) for way in product(below, above)]
@@ -160,7 +166,7 @@ def build_groups(
         open_links(way, rank, group=forward, device=device)
     for way in reversed(ways):
         open_links(way[::-1], rank, group=backward, device=device)
-    return Groups(forward, backward, stage)
+    return groups
 
 
 def open_links(

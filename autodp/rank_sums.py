@@ -55,13 +55,19 @@ class MessageSums:
 
     Args:
         watch: over NCCL, limits waits, which block no thread of the host; else not asked.
+        what: the others' vectors, in the text of a failed wait.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, watch: Watch | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watch: Watch | None = None,
+        *,
+        what: str = _GRADIENTS,
     ) -> None:
         self._group, self._device, self._watch = group, device, watch
-        self._text = ""
+        self._what, self._text = what, ""
         self._begun: list[tuple[Tensor, Tensor, dist.Work]] = []
 
     def empty(self, num_values: int, dtype: torch.dtype) -> Tensor:
@@ -73,7 +79,7 @@ class MessageSums:
         """Begin to sum a vector from `empty`, or its first values; in one order on every rank."""
         vector = vector[:num_values]
         message = _on_link(vector, self._group)
-        self._begun.append((vector, message, _begin_sum(message, self._group)))
+        self._begun.append((vector, message, _begin_sum(message, self._group, self._what)))
 
     def complete(self) -> None:
         """Wait until all vectors hold the sums; a PeerError if a rank is gone or silent.
@@ -82,11 +88,11 @@ class MessageSums:
         """
         begun, self._begun = self._begun, []
         for vector, message, work in begun:
-            _await(work, self._group)
+            _await(work, self._group, self._what)
             if message is not vector:
                 vector.copy_(message)
         if self._watch is not None and any(not message.is_cpu for _, message, _ in begun):
-            self._text = self._text or wait_text(_GRADIENTS, self._group)
+            self._text = self._text or wait_text(self._what, self._group)
             self._watch(self._text)
 
 
@@ -141,15 +147,15 @@ Sums: TypeAlias = MessageSums | SharedSums
 """Replace vectors by their sums over the ranks of a group."""
 
 
-def _begin_sum(message: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    with waiting_for(_GRADIENTS, group):
+def _begin_sum(message: Tensor, group: dist.ProcessGroup, what: str = _GRADIENTS) -> dist.Work:
+    with waiting_for(what, group):
         work = dist.all_reduce(message, group=group, async_op=True)
     assert work is not None
     return work
 
 
-def _await(work: dist.Work, group: dist.ProcessGroup) -> None:
-    with waiting_for(_GRADIENTS, group):
+def _await(work: dist.Work, group: dist.ProcessGroup, what: str = _GRADIENTS) -> None:
+    with waiting_for(what, group):
         work.wait()
 
 

@@ -163,14 +163,14 @@ def test_one_process_has_no_groups() -> None:
 
 
 def test_groups_are_aborted_all_at_the_same_time() -> None:
-    together = threading.Barrier(3)  # Each abort ends only when all have begun.
+    together = threading.Barrier(4)  # Each abort ends only when all have begun.
     aborted: list[str] = []
 
     def group(name: str) -> Any:
         return SimpleNamespace(abort=lambda: (together.wait(30.0), aborted.append(name)))
 
-    Groups(group("forward"), group("backward"), group("stage")).abort()
-    assert sorted(aborted) == ["backward", "forward", "stage"]
+    Groups(group("forward"), group("backward"), group("stage"), group("everyone")).abort()
+    assert sorted(aborted) == ["backward", "everyone", "forward", "stage"]
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -195,6 +195,6 @@ def test_on_gpus_spares_too_take_part_in_making_every_group(length: int) -> None
             FakeTensorMode(),
         ):
             build_groups(topology, rank, on_cuda=True, timeout_s=1.0)
-    assert made[0] == made[1] == made[2] and len(made[0]) == 3
-    # Replicas' sums begin before any of them may be without samples.
-    assert summed == ([(0, 1, 2)] * 3 if length == 1 else [])
+    assert made[0] == made[1] == made[2] and len(made[0]) == (3 if length == 1 else 4)
+    # Sums of replicas, and of all, begin before any of them may be without samples.
+    assert summed == [(0, 1, 2)] * 3
