@@ -162,8 +162,9 @@ class Trainer:
     def stop(self) -> None:
         """Ask on any rank for the run to end: all ranks end after the same step.
 
-        In an event that is the event's step, elsewhere the coming one. The run is then over as at
-        its end, checkpoint included; a resume goes on.
+        In an event that is the event's step, elsewhere the coming one; where GPUs end the steps,
+        the one after that. The run is then over as at its end, checkpoint included; a resume goes
+        on.
         """
         self._events.ask_to_stop()
 
@@ -279,8 +280,6 @@ class Trainer:
         while len(self._unrecorded) > (not result.is_known):
             self._unrecorded.popleft()()
         timeline.advance(num_samples)
-        if result.stops:
-            timeline.stop()
         # An evaluation, a save or a decision must not come before the record of this step.
         if timeline.pauses or timeline.position.step == self._elastic.review_step:
             self._settle()
@@ -292,6 +291,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: one of them is not finite.
+            ValueError: that step was refused.
         """
         if self._deployment.stage is not None:
             self._deployment.stage.settle()
@@ -301,6 +301,9 @@ class Trainer:
     def _record_step(
         self, result: StepResult, decision: Decision, clock: Clock, num_samples: int
     ) -> None:
+        result.check()
+        if result.stops:
+            self._timeline.stop()
         self._log.step(result, decision=decision, clock=clock, num_samples=num_samples)
         usual_s = self._elastic.note_step(result, clock.learning_rate)
         if usual_s is not None:

@@ -32,10 +32,12 @@ class BatchMean:
     Args:
         num_samples: of the global batch.
         scale: a factor on the loss before the backward.
+    Attributes:
+        divisor: of the gradients of sums of losses.
     """
 
     def __init__(self, num_samples: int, *, scale: float = 1.0) -> None:
-        self._divisor = num_samples / scale
+        self.divisor = num_samples / scale
         self._parts: list[tuple[Number, Number]] = []
 
     def add(self, value: LossValue, num_samples: int) -> Tensor:
@@ -43,8 +45,8 @@ class BatchMean:
         self._parts.append(sum_and_count(value, num_samples))
         head = head_of(value)
         if isinstance(value, tuple):
-            return head / self._divisor
-        return head * (num_samples / self._divisor)
+            return head / self.divisor
+        return head * (num_samples / self.divisor)
 
     def sums(self) -> tuple[Number, Number]:
         """Return the losses' sum, and what they count, so far."""
@@ -68,7 +70,7 @@ def precise(value: Number) -> Number:
 
 
 def mean_and_correction(
-    total: Number, count: Number, num_samples: int
+    total: Number, count: Number, num_samples: float
 ) -> tuple[Number, Number | None]:
     """Return a batch's mean, and the factor from its gradients so far to the mean's.
 

@@ -7,6 +7,7 @@ these are on different ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -19,6 +20,19 @@ _SMALL = 2**12
 """A CPU reads fewer values in less time than a call takes, so small gradients share one call."""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Hold a step's squared norms, float64 on the device.
+
+    Args:
+        parts: (parts,), see `GradientSignals.part_names`.
+        sums: of each sublayer, a 1 for the step, and of all. Where one part is NaN, all are.
+    """
+
+    parts: Tensor
+    sums: Tensor
+
+
 @final
 class GradientSignals:
     """Accumulate the squared gradient norm of each sublayer over the steps of an interval.
@@ -29,15 +43,20 @@ class GradientSignals:
     Args:
         parameters: by sublayer, all on one device. A tied parameter counts in the first sublayer
             that lists it, so that the total is the norm of the whole gradient.
+        device: theirs, where there are none.
     Attributes:
         part_names: for each part that is measured by itself, the name of its sublayer.
     """
 
-    def __init__(self, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._names = tuple(parameters)
         # Reversed, so that the first sublayer that lists a tied parameter wins.
         distinct = {p: name for name in reversed(self._names) for p in parameters[name]}
-        device = next((p.device for p in distinct), torch.device("cpu"))
+        device = next((p.device for p in distinct), torch.device(device))
         self._on_cpu = device.type == "cpu"
         # By sublayer, the lists of parameters that are measured together.
         parts: list[list[list[nn.Parameter]]] = []
@@ -69,34 +88,36 @@ class GradientSignals:
         Nothing here waits for the device. A parameter without gradient counts 0. The total is a
         0-dim float64 on the device, NaN or infinite if any gradient is.
         """
-        return self.squared_norms()[1]
-
-    @torch.no_grad()
-    def measure(self) -> Tensor:
-        """Return this step's squared norms: of each sublayer, a 1, and of all, on the device."""
-        return self._adding @ torch.cat((self._measure(), self._once))
-
-    @torch.no_grad()
-    def add(self, measured: Tensor, *, scale: float = 1.0) -> None:
-        """Accumulate a step that was measured; its gradients count as if multiplied by `scale`."""
-        self._sums[:-1] += measured[:-2] * scale**2
-        self._sums[-1] += 1
-
-    @torch.no_grad()
-    def squared_norms(self, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the squared norm of each part, (parts,) float64, and what `squared_norm` returns.
-
-        Gradients are measured as if multiplied by `scale`, 0-dim float64.
-        """
-        measured = self._measure()
-        if scale is not None:
-            measured = measured * scale.square()
-        step = self._adding @ torch.cat((measured, self._once))
-        total = step[-1]
+        measured = self.measure()
+        total = measured.sums[-1]
         # NaN - NaN and inf - inf are NaN, and NaN != 0; `isfinite` would be four launches.
-        self._sums += step[:-1].masked_fill(total - total != 0, 0.0)
-        # Not the sums by sublayer: in a matrix product one NaN makes every row NaN.
-        return measured, total
+        self.add(measured, skips=total - total != 0)
+        return total
+
+    @torch.no_grad()
+    def measure(self) -> Measured:
+        """Measure this step's gradients, without waiting for the device."""
+        parts = self._measure()
+        return Measured(parts, self._adding @ torch.cat((parts, self._once)))
+
+    @torch.no_grad()
+    def add(
+        self, measured: Measured, *, scale: Tensor | None = None, skips: Tensor | None = None
+    ) -> None:
+        """Accumulate a step that was measured.
+
+        Args:
+            scale: 0-dim float64; its gradients count as if multiplied by that.
+            skips: 0-dim bool on the device, whether to leave it out.
+        """
+        sums = measured.sums[:-1]
+        if skips is not None:
+            sums = sums.masked_fill(skips, 0.0)
+        if scale is None:
+            self._sums += sums
+        else:
+            self._sums[:-1] += sums[:-1] * scale.square()
+            self._sums[-1] += sums[-1]
 
     def reset(self) -> None:
         self._sums.zero_()

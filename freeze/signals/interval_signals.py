@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
-from freeze.signals.gradients import GradientSignals
+from freeze.signals.gradients import GradientSignals, Measured
 from freeze.signals.weight_changes import (
     GradientSums,
     KeptTensors,
@@ -29,10 +30,15 @@ class IntervalSignals:
     always measured, as every step needs their sum.
     """
 
-    def __init__(self, parameters: Parameters, wanted: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        wanted: frozenset[str] = frozenset(),
+        device: torch.device | str = "cpu",
+    ) -> None:
         lists = {name: list(own.values()) for name, own in parameters.items()}
         self._wanted = wanted
-        self._gradients = GradientSignals(lists)
+        self._gradients = GradientSignals(lists, device)
         self._changes = WeightChanges(parameters) if "relative_update" in wanted else None
         self._sums = GradientSums(parameters) if "accumulated_gradient" in wanted else None
         kept: dict[str, KeptTensors | None] = {_BEFORE: self._changes, _SUM: self._sums}
@@ -47,17 +53,15 @@ class IntervalSignals:
         """See `GradientSignals.squared_norm`."""
         return self._gradients.squared_norm()
 
-    def measure(self) -> Tensor:
+    def measure(self) -> Measured:
         """See `GradientSignals.measure`."""
         return self._gradients.measure()
 
-    def add(self, measured: Tensor, *, scale: float) -> None:
+    def add(
+        self, measured: Measured, *, scale: Tensor | None = None, skips: Tensor | None = None
+    ) -> None:
         """See `GradientSignals.add`."""
-        self._gradients.add(measured, scale=scale)
-
-    def squared_norms(self, *, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `GradientSignals.squared_norms`."""
-        return self._gradients.squared_norms(scale=scale)
+        self._gradients.add(measured, scale=scale, skips=skips)
 
     @property
     def part_names(self) -> list[str]:
@@ -68,10 +72,10 @@ class IntervalSignals:
         """Return whether `add_gradients` must be called, and only for steps without a NaN."""
         return self._sums is not None
 
-    def add_gradients(self) -> None:
-        """Add a step's finite, reduced, unscaled, unclipped gradients."""
+    def add_gradients(self, *, scale: float = 1.0) -> None:
+        """Add a step's finite, reduced, unclipped gradients, as if multiplied by `scale`."""
         if self._sums is not None:
-            self._sums.add()
+            self._sums.add(scale)
 
     def measured(self) -> dict[str, Any]:
         """Return the interval's sums so far, by sublayer; waits for the device.

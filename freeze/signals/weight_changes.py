@@ -91,7 +91,7 @@ class GradientSums(KeptTensors):
     """Add up the gradients of an interval's steps, as tensors."""
 
     @torch.no_grad()
-    def add(self) -> None:
+    def add(self, scale: float) -> None:
         sums, gradients = [], []
         for owner, own in self._parameters.items():
             if own and owner not in self.tensors:
@@ -105,7 +105,7 @@ class GradientSums(KeptTensors):
                     sums.append(self.tensors[owner][name])
                     gradients.append(parameter.grad)
         if sums:
-            torch._foreach_add_(sums, gradients)
+            torch._foreach_add_(sums, gradients, alpha=scale)
 
     def absolute(self) -> dict[str, float]:
         rows = {o: [[t.abs().sum() for t in own.values()]] for o, own in self.tensors.items()}

@@ -3,7 +3,7 @@
 feed ─► stage: reads, runs, sums, updates        asynchronous: the same without flushes
           ├─ work: forwards and losses           wiring: links to the other stages
           ├─ trained_part: weights, optimizer, sums of gradients
-          ├─ step_end: update or skip, decided by the host; device_end: by a run's only GPU
+          ├─ step_end: update or skip, decided by the host; device_end: by the GPUs
           └─ refusals: what must not train on; diagnosis: where it began
 evaluator ─► predictions: kept, brought together, judged
 """

@@ -146,7 +146,11 @@ class AsynchronousStage(Stage):
 
         No step of a stream carries the ranks' wishes, as those of a pipeline with flushes do.
         """
-        return replace(result, stops=any(gather_json(stops, group=self._world.group)))
+        numbers = result.numbers
+        assert isinstance(numbers, StepNumbers)
+        num_asking = sum(gather_json(stops, group=self._world.group))
+        sums = replace(numbers.sums, stops=num_asking)
+        return replace(result, numbers=replace(numbers, sums=sums))
 
     def _check_versions(self, steps: Sequence[ComingStep]) -> None:
         """Refuse, on all ranks alike, too few micro-batches for the versions or the workers."""
@@ -272,9 +276,9 @@ def _results(
             StepNumbers(
                 mean_of(one.loss, one.count),
                 math.sqrt(max(0.0, one.squares)),
-                skipped=False,
+                False,
+                one,
             ),
-            one,
             own,
             seconds=total_s / num,
             spent_s=spent_s,

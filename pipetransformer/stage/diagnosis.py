@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -175,30 +175,49 @@ def before_the_step(task: Task, given: Iterable[int], *, rows: Rows, ids: Tensor
     return None
 
 
-def where_it_began(
-    task: Task,
-    world: World,
-    indices: range,
-    *,
-    loss: float,
-    reducer: GradientReducer | None,
-    before: Origin | None,
-) -> Origin:
-    """Say where it began, in the same words on every rank. Collective.
+@dataclass(frozen=True)
+class Finding:
+    """Say what is not finite on a rank.
+
+    Args:
+        in_loss: whether its part of the loss.
+        highest: the highest sublayer whose gradient, summed over the replicas, or -1.
+        brought: whether its own gradient there was so before the sum; None if that is not known.
+    """
+
+    in_loss: bool
+    highest: int = -1
+    brought: bool | None = False
+
+
+def find_nonfinite(
+    task: Task, indices: range, *, loss: float, reducer: GradientReducer | None
+) -> Finding:
+    """Look at this rank's numbers.
 
     Args:
         indices: the sublayers that this rank trains.
         loss: this rank's part of the loss.
         reducer: still has this rank's own gradients beside the replicas' sums.
-        before: what this rank found by `before_the_step`.
     """
     own = {} if reducer is None else reducer.own_gradients
-    highest, brought = -1, False
+    found = Finding(not math.isfinite(loss))
     for index in indices:
         parameters = list(trained_parameters(task, (index,)).values())
         if _has_nonfinite([p.grad for p in parameters]):
-            highest, brought = index, _has_nonfinite([own.get(p, p.grad) for p in parameters])
-    found = gather_json([not math.isfinite(loss), highest, brought], group=world.group)
+            brought = _has_nonfinite([own.get(p, p.grad) for p in parameters])
+            found = Finding(found.in_loss, index, brought)
+    return found
+
+
+def where_it_began(task: Task, world: World, own: Finding, before: Origin | None) -> Origin:
+    """Say where it began, in the same words on every rank. Collective.
+
+    Args:
+        own: what this rank found.
+        before: what it found by `before_the_step`.
+    """
+    found = [Finding(**one) for one in gather_json(asdict(own), group=world.group)]
     return first_cause(before, world) or Origin(_where(task, found))
 
 
@@ -208,23 +227,20 @@ def first_cause(before: Origin | None, world: World) -> Origin | None:
     return next((Origin(*one) for one in gather_json(own, group=world.group) if one), None)
 
 
-def _where(task: Task, found: Sequence[tuple[bool, int, bool]]) -> str:
-    """Say where it began.
-
-    Args:
-        found: of each rank: whether its loss is bad, its highest sublayer with a bad gradient or
-            -1, and whether its own gradient was bad there before the sum over the replicas.
-    """
-    if in_loss := [rank for rank, (is_in_loss, _, _) in enumerate(found) if is_in_loss]:
+def _where(task: Task, found: Sequence[Finding]) -> str:
+    """Say where it began, by what each rank found."""
+    if in_loss := [rank for rank, one in enumerate(found) if one.in_loss]:
         return f"it began before the backward, in the loss of {_name(in_loss)}"
-    highest = max(index for _, index, _ in found)
+    highest = max(one.highest for one in found)
     if highest < 0:
         return "every single value is finite, but their sum is too large for a number"
     where = f"in the gradient of sublayer {task.model.sublayers[highest].name!r}"
-    ranks = [rank for rank, (_, *one) in enumerate(found) if one == [highest, True]]
-    if not ranks:
-        return f"it began {where}, in the sum over the replicas"
-    return f"it began {where} on {_name(ranks)}"
+    holders = [(rank, one.brought) for rank, one in enumerate(found) if one.highest == highest]
+    if ranks := [rank for rank, brought in holders if brought]:
+        return f"it began {where} on {_name(ranks)}"
+    if any(brought is None for _, brought in holders):
+        return f"it began {where}, on one of {_name([rank for rank, _ in holders])}"
+    return f"it began {where}, in the sum over the replicas"
 
 
 def _has_nonfinite(gradients: Sequence[Tensor | None]) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autodp import Groups, Topology, gather_json
+from autodp import Groups, MessageSums, Topology, gather_json
 from autopipe.engine import StageReport, StageRun
-from autopipe.loss import BatchMean, SplitProbe
+from autopipe.loss import BatchMean, SplitProbe, mean_and_correction
 from autopipe.plan import PipelinePlan
 from autopipe.schedule import forward_only, schedule_of
 from autopipe.trace import Recorder, Span, Trace
@@ -19,7 +19,7 @@ from pipetransformer.feed import ComingStep, Rows, SampleError
 from pipetransformer.model import LossScale, Task, in_mode, modes_of, set_modes
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
-from pipetransformer.stage.device_end import DeviceEnd, loss_and_correction
+from pipetransformer.stage.device_end import DeviceEnd
 from pipetransformer.stage.diagnosis import StageWatch
 from pipetransformer.stage.refusals import Refusals
 from pipetransformer.stage.step_end import HostEnd, StepEnd
@@ -80,17 +80,21 @@ class Stage:
         self._has_evaluated = False
         self._sums = WorldSums(world, timeout_s=wiring.timeout_s)
         self._refusals = Refusals(task, world, indices, reads=self.index == 0, probe=self._probe)
-        self._end = self._step_end()
+        self._end, self._later_end = self._step_ends(groups)
         self._graphs = self._step_graphs()
 
-    def _step_end(self) -> StepEnd:
-        """Return what ends steps: on a run's only GPU the device, unless the host must decide."""
+    def _step_ends(self, groups: Groups) -> tuple[StepEnd, StepEnd]:
+        """Return what ends the first step, and later ones. Collective over NCCL.
+
+        That is the device on GPUs that sum over NCCL, or one alone, unless the host must decide.
+        """
         task, world, part, scale = self._task, self._world, self.trained, self._loss_scale
         is_alone = world.size == 1 and world.device.type == "cuda"
         host_decides = scale.is_dynamic or task.config.weight_versions is not None
-        if is_alone and not host_decides and DeviceEnd.fits(part.optimizer, part.signals):
-            return DeviceEnd(task.config, part, self._refusals, world.device)
-        return HostEnd(
+        fits = not host_decides and DeviceEnd.fits(part)
+        if groups.everyone is not None:  # Stages may hold other tensors.
+            fits = not any(self._sums.of([float(not fits)]))
+        host = HostEnd(
             self._wiring,
             world,
             part,
@@ -98,13 +102,22 @@ class Stage:
             refusals=self._refusals,
             loss_scale=scale,
         )
+        if is_alone and fits and part.optimizer is not None:
+            device = DeviceEnd(self._wiring, world, part, self._refusals, None)
+            return device, device
+        if groups.everyone is None or not fits:
+            return host, host
+        text, watch = "their part of the loss", self._wiring.watch
+        sums = MessageSums(groups.everyone, world.device, watch, what=text)
+        # A first step shows whether gradients grow after they were sent: the host sums them anew.
+        return host, DeviceEnd(self._wiring, world, part, self._refusals, sums)
 
     def _step_graphs(self) -> StepGraphs | None:
         """Return what captures steps, if that is set, and can be."""
         task = self._task
         if not task.config.cuda_graph:
             return None
-        if not isinstance(self._end, DeviceEnd):
+        if self._world.size > 1 or not isinstance(self._end, DeviceEnd):
             if self._world.is_main:
                 tell_why_not(task.config, self._world.device, size=self._world.size)
             return None
@@ -130,7 +143,9 @@ class Stage:
         """Launch a step's forwards; return the mean loss, 0-dim."""
         with self._compiled():
             self._launch_forwards(work)
-        return loss_and_correction(work)[0]
+        loss, _ = mean_and_correction(*work.loss.sums(), work.loss.divisor)
+        assert isinstance(loss, Tensor)
+        return loss
 
     def close(self) -> None:
         """Free the stage's own memory, even if the stage itself is kept."""
@@ -164,8 +179,8 @@ class Stage:
             ValueError: on every rank: a forward has written into its own parameters or buffers,
                 the model was changed between two steps, or the loss has no gradient, or depends on
                 how the batch is split.
-            NonFiniteError: a loss or gradient is not finite, with on_nonfinite="raise"; on a run's
-                only GPU a step late, with the weights from before that step.
+            NonFiniteError: a loss or gradient is not finite, with on_nonfinite="raise". Where the
+                device ends steps, `check` of the result raises this and most of the others.
             PeerError: a rank is gone, or silent for longer than a step may take.
         """
         start, looks = time.perf_counter(), looks or self._world.size > 1
@@ -189,9 +204,10 @@ class Stage:
             "all_reduce": 0.0,
             "data": work.data_s,
         }
-        numbers, sums = self._end.finish(coming, work, spent_s, wrong=wrong, stops=stops)
+        numbers = self._end.finish(coming, work, spent_s, wrong=wrong, stops=stops)
+        self._end = self._later_end
         seconds = time.perf_counter() - start
-        return StepResult.of(numbers, sums, work.stats, seconds=seconds, spent_s=spent_s)
+        return StepResult.of(numbers, work.stats, seconds=seconds, spent_s=spent_s)
 
     def _replayed(
         self, coming: ComingStep, work: TrainWork, *, is_usual: bool

@@ -1,7 +1,7 @@
 """End a step: join its loss, sum, scale and clip its gradients, update or skip.
 
-Either the host decides, once all ranks have told their sums, or a run's only GPU does (see
-`device_end`).
+Either the host decides, once all ranks have told their sums, or the GPUs do (see `device_end`).
+Both compute alike: `decided`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor
 
 from autopipe.loss import mean_and_correction
+from freeze.signals import Measured
 from pipetransformer.feed import ComingStep
 from pipetransformer.model import LossScale
 from pipetransformer.processes import World
-from pipetransformer.stage.diagnosis import where_it_began
+from pipetransformer.stage.diagnosis import find_nonfinite, where_it_began
 from pipetransformer.stage.refusals import Refusals
-from pipetransformer.stage.step_result import Numbers, StepNumbers, StepSums
+from pipetransformer.stage.step_result import LateNumbers, StepNumbers, StepSums
 from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import TrainWork
@@ -47,7 +48,7 @@ class StepEnd(ABC):
         *,
         wrong: str,
         stops: bool,
-    ) -> tuple[Numbers, StepSums]:
+    ) -> StepNumbers | LateNumbers:
         """Update by the gradients of a step, or skip it; add to the seconds spent. Collective.
 
         Args:
@@ -57,6 +58,51 @@ class StepEnd(ABC):
             ValueError: on all ranks, if one has found something wrong.
             NonFiniteError: a number is not finite, with on_nonfinite="raise".
         """
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Say what follows from a step's sums; 0-dim float64, None is a factor of 1.
+
+    Args:
+        loss: the mean over the global batch.
+        norm: of the mean's gradient, before clipping.
+        correction: the factor from the gradients so far to the mean's.
+        factor: that, and clipping.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    correction: Tensor | None
+    factor: Tensor | None
+
+
+def decided(
+    total: Tensor, count: Tensor | float, squares: Tensor, *, divisor: float, limit: float | None
+) -> Decided:
+    """Return what follows from the losses' sum and count, and the gradient's squared norm.
+
+    Nothing here waits for a device.
+
+    Args:
+        divisor: of the gradients so far, see `BatchMean`.
+        limit: on the norm.
+    """
+    loss, correction = mean_and_correction(total, count, divisor)
+    assert isinstance(loss, Tensor)
+    if isinstance(correction, float):
+        correction = torch.tensor(correction, dtype=torch.float64)
+    norm = squares.sqrt()
+    if correction is not None:
+        norm = norm * correction.abs()
+    factor = correction
+    if limit is not None:
+        # The same factor as torch.nn.utils.clip_grad_norm_ has. A 0-dim tensor in host memory
+        # goes into one launch; a Python number divides in two.
+        most = torch.tensor(limit, dtype=torch.float64)
+        clip = torch.div(most, norm + 1e-6).masked_fill(norm <= limit, 1.0)
+        factor = clip if factor is None else factor * clip
+    return Decided(loss, norm, correction, factor)
 
 
 class _Clock:
@@ -122,7 +168,7 @@ class HostEnd(StepEnd):
         *,
         wrong: str,
         stops: bool,
-    ) -> tuple[Numbers, StepSums]:
+    ) -> StepNumbers:
         part, reducer, clock = self._part, self._part.reducer, _Clock(self._world.device)
         if reducer is not None:
             reducer.finish()
@@ -145,20 +191,21 @@ class HostEnd(StepEnd):
         spent_s["compute"] += clock.computed_s
         spent_s[self._spent_on] += clock.summed_s
         self._refusals.check([sums], wrong, first_step=coming.step)
-        loss, norm = self._finish_gradients(sums, measured, len(coming.ids))
+        loss, norm = self._finish_gradients(sums, measured, work.loss.divisor)
         skipped = self._must_skip(coming.step, loss, norm, work)
         if reducer is not None:
             reducer.own_gradients.clear()
         if not skipped:
             part.update(coming)
-        return StepNumbers(loss, norm, skipped), sums
+        return StepNumbers(loss, norm, skipped, sums)
 
-    def _told(self, own: StepSums, work: TrainWork, measured: Tensor, clock: _Clock) -> StepSums:
+    def _told(self, own: StepSums, work: TrainWork, measured: Measured, clock: _Clock) -> StepSums:
         """Return all ranks' sums, with the losses' and the gradient's squared norm. Collective.
 
         The one wait of a step's end for a GPU, and the one sum over all ranks.
         """
-        loss, count, squares = _read((*work.loss.sums(), measured[-1]), measured.device)
+        total = measured.sums[-1]
+        loss, count, squares = _read((*work.loss.sums(), total), total.device)
         clock.start()
         self._wiring.settle()
         if not self._wiring.speaks_for_stage:  # Ranks of a stage hold equal gradients.
@@ -169,24 +216,21 @@ class HostEnd(StepEnd):
         return sums
 
     def _finish_gradients(
-        self, sums: StepSums, measured: Tensor, num_samples: int
+        self, sums: StepSums, measured: Measured, divisor: float
     ) -> tuple[float, float]:
         """Scale the gradients to the mean's, and clip them; return (mean loss, norm)."""
         gradients, signals = self._part.gradients, self._part.signals
-        mean, correction = mean_and_correction(sums.loss, sums.count, num_samples)
-        factor = (1.0 if correction is None else float(correction)) / self._scale.value
+        numbers = torch.tensor((sums.loss, sums.count, sums.squares), dtype=torch.float64)
+        limit = self._task.config.max_grad_norm
+        step = decided(*numbers.unbind(), divisor=divisor, limit=limit)
+        loss, norm, correction = float(step.loss), float(step.norm), step.correction
+        if math.isfinite(norm):
+            signals.add(measured, scale=correction)
+            signals.add_gradients(scale=1.0 if correction is None else float(correction))
+        factor = 1.0 if step.factor is None else float(step.factor)
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
-        # NaN >= 0 is false; math.sqrt would raise for a negative sum.
-        norm = abs(factor) * math.sqrt(sums.squares) if sums.squares >= 0 else math.nan
-        if math.isfinite(norm):
-            signals.add(measured, scale=factor)
-            signals.add_gradients()
-        limit = self._task.config.max_grad_norm
-        if limit is not None and norm > limit and gradients:
-            # The same factor as torch.nn.utils.clip_grad_norm_ has.
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
-        return float(mean), norm
+        return loss, norm
 
     def _must_skip(self, step: int, loss: float, norm: float, work: TrainWork) -> bool:
         """Return whether all ranks skip the step; raise where it ends the run. Collective."""
@@ -196,14 +240,14 @@ class HostEnd(StepEnd):
             return False
         what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
         if not scale.explains(loss, norm):
-            origin = where_it_began(
+            own = find_nonfinite(
                 self._task,
-                self._world,
                 self._part.indices,
                 loss=float(work.loss.sums()[0]),
                 reducer=self._part.reducer,
-                before=self._refusals.before(step, work.batches),
             )
+            before = self._refusals.before(step, work.batches)
+            origin = where_it_began(self._task, self._world, own, before)
             self._refusals.tell_of_nonfinite(what, origin)
             return True
         if self._world.is_main:

@@ -50,6 +50,11 @@ class TiedGradients:
                 "or untie it"
             )
 
+    @property
+    def has_any(self) -> bool:
+        """Return whether this rank's stage holds such a tensor."""
+        return bool(self._parameters)
+
     def sum(self) -> dict[nn.Parameter, Tensor | None]:
         """Give all holders the sum; a parameter that no stage used keeps no gradient.
 

@@ -47,6 +47,7 @@ class TrainedPart:
         self.signals = IntervalSignals(
             {task.model.sublayers[i].name: owned_parameters(task, i) for i in self.indices},
             task.signals,
+            world.device,
         )
         self.ties = TiedGradients(task, wiring, wiring.plan, self.parameters)
         self.reducer: GradientReducer | None = None

@@ -144,6 +144,11 @@ class StageWiring:
         if self._watchdog is not None:
             self._watchdog.settle()
 
+    def check(self) -> None:
+        """Raise a PeerError if a GPU's stream has waited too long for another rank."""
+        if self._watchdog is not None:
+            self._watchdog.check()
+
     def send_tied(self, stage: int, tensors: Sequence[Tensor]) -> None:
         """Send tensors to this pipeline's rank of another stage."""
         (rank,), group = self._ranks_of(stage), self._groups.forward

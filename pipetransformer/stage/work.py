@@ -240,7 +240,7 @@ class TrainWork(LayerWork):
         probe: SplitProbe,
     ) -> None:
         super().__init__(wiring, batches)
-        self._step, self.loss, self._probe = step, loss, probe
+        self.step, self.loss, self._probe = step, loss, probe
         self.where = f"step {step}: "
         sizes = batches.sizes
         # Positions in the global batch, which are the same however it is cut.
@@ -262,7 +262,7 @@ class TrainWork(LayerWork):
         """Seed the generators for a sublayer."""
         # Dropout depends on the step, the layer and the samples, not on the rank that computes.
         seed = mix_seed(
-            self._wiring.task.config.seed, self._step, index, self._offsets[micro_batch]
+            self._wiring.task.config.seed, self.step, index, self._offsets[micro_batch]
         )
         model = self._wiring.task.model
         # Seeding Python and numpy is slow, so it is left to the sublayers that a probe has seen

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autocache import CacheStats
-from autodp import Groups, Topology
+from autodp import Groups, MessageSums, Topology
 from autopipe.loss import Loss
 from autopipe.plan import PipelinePlan
 from pipetransformer import adamw
@@ -304,20 +304,22 @@ class _Rows:
 
 
 class _End:
-    """Sum gradients as a step's end does; a number that a host would read has no value here."""
+    """Sum as a step's end on devices does; a number that a host would read has no value here."""
 
-    waits = True
-
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, everyone: Any) -> None:
         self._stage = stage
+        self._sums = None if everyone is None else MessageSums(everyone, META, lambda text: None)
 
     def begin(self) -> None:
         """Have nothing to refuse."""
 
-    def finish(self, *_: Any, **__: Any) -> tuple[StepNumbers, StepSums]:
+    def finish(self, *_: Any, **__: Any) -> StepNumbers:
         if self._stage.trained.reducer is not None:
             self._stage.trained.reducer.finish()
-        return StepNumbers(0.0, 0.0, False), StepSums()
+        if self._sums is not None:
+            self._sums.begin(self._sums.empty(1, torch.float64))
+            self._sums.complete()
+        return StepNumbers(0.0, 0.0, False, StepSums())
 
 
 def _block() -> nn.Module:
@@ -398,10 +400,10 @@ def _train(shape: Shape, topology: Topology, rank: int) -> None:
         world,
         plan=plan,
         topology=topology,
-        groups=_groups(shape, topology, topology.replica_of(rank), stage),
+        groups=(groups := _groups(shape, topology, topology.replica_of(rank), stage)),
         loss_scale=LossScale(is_dynamic=False),
     )
-    one._end = _End(one)  # type: ignore[assignment]
+    one._end = one._later_end = _End(one, groups.everyone)  # type: ignore[assignment]
     batches = shape.samples or (2 * shape.micro_batches * shape.replicas,) * 2
     steps = [
         ComingStep(torch.arange(samples), step, step, step == 0, 1.0)
@@ -421,7 +423,9 @@ def _groups(shape: Shape, topology: Topology, replica: int, stage: int) -> Any:
     forward = Group(f"forward {replica}", pipeline)
     backward = forward if shape.one_way else Group(f"backward {replica}", pipeline)
     own = Group(f"stage {stage}", holders) if len(holders) > 1 else None
-    return Groups(forward, backward, own)  # type: ignore[arg-type]
+    every = tuple(range(topology.num_ranks))
+    everyone = own if holders == every else Group("everyone", every)
+    return Groups(forward, backward, own, everyone)  # type: ignore[arg-type]
 
 
 @contextmanager

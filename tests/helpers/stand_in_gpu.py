@@ -120,6 +120,10 @@ class OnGpu(Tensor):
         return True
 
     @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self.is_away
+
+    @property
     def data(self) -> Tensor:  # type: ignore[override]
         return OnGpu(self.host)
 

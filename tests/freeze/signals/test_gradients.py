@@ -95,12 +95,12 @@ def test_step_that_is_not_finite_on_another_stage_is_left_out_here() -> None:
     signals = GradientSignals(parameters)
     expected = set_gradients(parameters, 0)
     measured = signals.measure()
-    assert measured[-1].item() == pytest.approx(sum(expected.values()))
+    assert measured.sums[-1].item() == pytest.approx(sum(expected.values()))
     signals.add(measured)
     signals.measure()  # Of a step that is not finite there, and is not added.
     assert means(signals) == pytest.approx(expected)
     signals.reset()
-    signals.add(measured, scale=0.5)
+    signals.add(measured, scale=torch.tensor(0.5, dtype=torch.float64))
     assert means(signals) == pytest.approx({name: one / 4 for name, one in expected.items()})
 
 

@@ -99,6 +99,11 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - 1).square().mean()
 
 
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return a count that the host knows, and that is not the number of samples."""
+    return (output - 1).square().sum(), 2 * len(output)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "max_grad_norm"),
     [
@@ -106,10 +111,11 @@ def square(output: Tensor, target: Tensor) -> Tensor:
         (square, None),
         slow(nn.CrossEntropyLoss(), None),
         slow(square, 0.5),
+        slow(counted, None),
     ],
 )
 def test_a_gpu_decides_as_the_host_does(
-    loss_fn: Callable[..., Tensor], max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch
+    loss_fn: Callable[..., Any], max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_data(ignored=20)
     settings = {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm, "micro_batches": 2}
