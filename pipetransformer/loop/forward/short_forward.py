@@ -124,7 +124,7 @@ class ShortForward:
         if self._row.packing is not None:
             serving = [partial(self._part, i) for i in range(len(blocks))]
         elif is_to_come and not self._has_seen_autocast:
-            blocks, serving = [self._row.blocks[0]], [self._unfrozen]
+            blocks, serving = [self._row.blocks[0]], [partial(self._unfrozen)]
         if any(isinstance(vars(block).get("forward"), OwnForward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
