@@ -119,6 +119,27 @@ class ModelWatch:
                     self.ignored.add((id(container), key))
         self.renew()
 
+    def change(self) -> str:
+        """Say what was changed, by name where it is an attribute."""
+        was = {
+            (id(container), key): value
+            for container, keys, values in zip(
+                self._containers, self._keys, self._values, strict=True
+            )
+            for key, value in zip(keys, values, strict=False)
+        }
+        listed = dict(zip(map(id, self._lists), self._listed, strict=True))
+        for module, own in zip(self.modules, self._attributes, strict=True):
+            for name in _plain_names(own):
+                value, place = own[name], (id(own), name)
+                before = was.get(place)
+                now = tuple(value) if type(value) is list and id(before) in listed else value
+                is_counted = name not in _UNCOUNTED and place not in self.ignored
+                is_same = place in was and _same(now, listed.get(id(before), before))
+                if is_counted and not is_same:
+                    return f"attribute {name!r} of {type(module).__name__} was changed"
+        return "attributes or hooks of frozen modules, or around them, were changed"
+
     def replaced(self) -> bool:
         """Return whether a module has taken another one's place."""
         return not all(map(operator.is_, self._children_now(), self._children))

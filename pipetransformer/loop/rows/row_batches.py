@@ -319,10 +319,12 @@ class RowBatches:
         watch = self.forward.watch
         self.forward.refuse_replaced()
         if self.feed.prefix.depth and watch.changed():
+            what = watch.change()
             watch.renew()
             _LOGGER.warning(
-                "attributes or hooks of frozen modules were changed: what they return is computed "
-                "anew"
+                "%s: what is frozen is computed anew, as it may depend on it. What a loop notes "
+                "for itself belongs elsewhere",
+                what,
             )
             self.feed.prefix.begin_edition()
 

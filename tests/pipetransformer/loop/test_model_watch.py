@@ -39,6 +39,22 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+NAMES = {
+    "a number": "'factor' of Sequential", "a list in place": "'names' of Sequential",
+    "a new list": "'names' of Sequential", "a function": "'activation' of Sequential",
+    "a new attribute": "'added' of Linear", "a tensor": "'bias_like' of Sequential",
+    "a part's number": "'eps' of LayerNorm", "a hook": "attributes or hooks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_an_edit_is_named(kind: str) -> None:
+    watched = module()
+    watch = ModelWatch(watched.modules())
+    EDITS[kind](watched)
+    assert NAMES[kind] in watch.change()
+
+
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_an_edit_is_noticed(edit: Callable[[Any], Any]) -> None:
     watched = module()
