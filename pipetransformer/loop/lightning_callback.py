@@ -35,7 +35,8 @@ class LightningFreezeCallback(ServingObserver, Callback):
             `dry_run` and `layers`. The precision is the trainer's. Names of parts are those in
             `model`.
         model: the name of the part of the LightningModule that its steps give batches to; None
-            takes the only one with weights.
+            takes the only one with weights. Of several, a single one that `parts` names has rows
+            by itself, as a backbone beside a head.
     Raises:
         ValueError: at the start: the training's length is not known, its blocks cannot freeze, or
             its model or samples cannot be cached. Whenever blocks thaw that were frozen before: no
@@ -58,8 +59,10 @@ class LightningFreezeCallback(ServingObserver, Callback):
             _refuse_what_cannot_freeze(trainer)
         max_steps, steps_per_epoch = _lengths(trainer)
         if self.makes_rows:
-            model, precision = _part(pl_module, self._name), _PRECISIONS.get(trainer.precision)
-            self.begin_rows(model, trainer.train_dataloader, precision=precision)
+            part, precision = self._lone_part(pl_module), _PRECISIONS.get(trainer.precision)
+            model = _part(pl_module, self._name) if part is None else part
+            parts = None if part is None else (part,)
+            self.begin_rows(model, trainer.train_dataloader, precision=precision, parts=parts)
             # No hook is called before it has begun its loaders' iterators.
             validation = trainer.fit_loop.epoch_loop.val_loop
             self.serve_evaluations(
@@ -115,6 +118,15 @@ class LightningFreezeCallback(ServingObserver, Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.end_rows()
 
+    def _lone_part(self, module: nn.Module) -> nn.Module | None:
+        """Return the part of a LightningModule that has rows by itself; None for no such one."""
+        if self._name is not None or self.watches or len(self._parts) != 1:
+            return None
+        if len(_parts_with_weights(module)) < 2:
+            return None
+        part = dict(module.named_modules()).get(self._parts[0], self._parts[0])  # type: ignore[call-overload]
+        return part if isinstance(part, nn.Module) else None
+
     def _begin_first_epoch(self, trainer: Any, loader: Any) -> None:
         """Begin the epoch's iterator anew: Lightning has begun it before it calls any callback.
 
@@ -146,13 +158,17 @@ def _part(module: nn.Module, name: str | None) -> nn.Module:
     """Return the part of a LightningModule that is given batches."""
     if name is not None:
         return module.get_submodule(name)
-    parts = {name: one for name, one in module.named_children() if [*one.parameters()]}
+    parts = _parts_with_weights(module)
     if len(parts) != 1:
         raise ValueError(
             f"{type(module).__name__} has the parts {sorted(parts)} with weights; name the one "
             "that its steps give batches to: LightningFreezeCallback(..., model='name')"
         )
     return next(iter(parts.values()))
+
+
+def _parts_with_weights(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: one for name, one in module.named_children() if [*one.parameters()]}
 
 
 def _lengths(trainer: Any) -> tuple[int, int]:

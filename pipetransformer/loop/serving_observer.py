@@ -128,18 +128,27 @@ class ServingObserver(FreezeObserver):
         saved = self._saved.line(self._saved.seconds, self._num_of_others)
         super().publish(took or saved)
 
-    def begin_rows(self, model: nn.Module, loader: Any, *, precision: str | None) -> None:
+    def begin_rows(
+        self,
+        model: nn.Module,
+        loader: Any,
+        *,
+        precision: str | None,
+        parts: Sequence[str | nn.Module] | None = None,
+    ) -> None:
         """Look at a model and the samples that it will train on; freeze its parts. Collective.
 
         Args:
             precision: of the trainer's autocast.
+            parts: of the model, where they are others than were named at first.
         """
         self.end_rows()  # Of a training that has failed.
         asked = {} if precision is None else {"precision": precision}
         settings = {**asked, **self._settings}
         if self._parts:
+            parts = self._parts if parts is None else parts
             is_alone = not self.watches
-            model, settings = settings_of_parts(model, self._parts, settings, alone=is_alone)
+            model, settings = settings_of_parts(model, parts, settings, alone=is_alone)
         try:
             # Losses of trainers leave out what labels do: padding.
             self._rows = RowService(model, loader, settings, keeps_to_labels=True)

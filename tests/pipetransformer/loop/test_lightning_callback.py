@@ -84,6 +84,66 @@ def texts(kind: Kind, **options: Any) -> DataLoader[Any]:
     return DataLoader(samples, batch_size=2, shuffle=True, **options)
 
 
+RUN: list[int] = []
+"""Samples that a backbone ran on, at each call."""
+
+
+class Backbone(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        RUN.append(len(x))
+        output: Tensor = super().forward(x)
+        return output
+
+
+class HeadOnBackbone(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """Hold a frozen backbone and a head side by side, as most modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5))
+        self.backbone, self.head = Backbone(*layers), nn.Linear(16, 3)
+        self.backbone.requires_grad_(False)
+        self.losses, self.num_run = list[float](), list[int]()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.backbone.eval()
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.head(self.backbone(x)), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.num_run.append(sum(RUN))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def test_a_backbone_beside_a_head_has_rows_by_itself(tmp_path: Path) -> None:
+    from pipetransformer import LightningFreezeCallback
+
+    modules = []
+    for callbacks in ([], [LightningFreezeCallback(parts=["backbone"], cache=True)]):
+        RUN.clear()
+        modules.append(module := HeadOnBackbone())
+        rows = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3)
+        loader = DataLoader(rows, batch_size=4, shuffle=True)
+        trainer = lightning.Trainer(
+            max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=callbacks,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        trainer.fit(module, loader)
+    plain, ours = modules
+    assert plain.losses == ours.losses and len(plain.losses) == 9
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+    assert plain.num_run == [12, 24, 36]
+    assert ours.num_run[1] == ours.num_run[2]  # Nothing ran in the last epoch.
+
+
 def callback(folder: Path | None, **settings: Any) -> Any:
     from pipetransformer import LightningFreezeCallback
 
