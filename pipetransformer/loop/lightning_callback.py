@@ -124,7 +124,7 @@ class LightningFreezeCallback(ServingObserver, Callback):
             return None
         if len(_parts_with_weights(module)) < 2:
             return None
-        part = dict(module.named_modules()).get(self._parts[0], self._parts[0])  # type: ignore[call-overload]
+        part = dict(module.named_modules()).get(self._parts[0], self._parts[0])
         return part if isinstance(part, nn.Module) else None
 
     def _begin_first_epoch(self, trainer: Any, loader: Any) -> None:
