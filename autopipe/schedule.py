@@ -58,9 +58,9 @@ from itertools import accumulate
 
 __all__ = [
     "Instruction", "Op", "SCHEDULES", "Schedule", "StageProgram", "StageWorkers", "draw",
-    "forward_only", "gpipe", "micro_batch_sizes", "named_rows", "one_f_one_b", "peak_in_flight",
-    "replicated_one_f_one_b", "schedule_of", "split_at_first_backward", "split_evenly",
-    "unflushed",
+    "forward_only", "gpipe", "interleaved", "micro_batch_sizes", "named_rows", "one_f_one_b",
+    "peak_in_flight", "replicated_one_f_one_b", "schedule_of", "split_at_first_backward",
+    "split_evenly", "unflushed",
 ]  # fmt: skip
 
 

@@ -171,20 +171,23 @@ class StageRun:
         for instruction in self._program if portion is None else portion:
             if before_last_backward is not None and instruction == self._last_backward:
                 before_last_backward()
-            self._execute(instruction)
+            with self._executing(instruction) as act:
+                act(instruction.micro_batch)
         return self._end()
 
     def _begin(self, retain: bool) -> None:
         self._retain, self._spent_s = retain, {"compute": 0.0, "wait": 0.0, "send": 0.0}
 
-    def _execute(self, instruction: Instruction) -> None:
+    @contextmanager
+    def _executing(self, instruction: Instruction) -> Iterator[Callable[[int], object]]:
+        """Give what executes an instruction: called from here, it would be a frame further off."""
         self.current = instruction
         kind, method = _ACTIONS[instruction.op]
         with self._recorded(instruction):
             if instruction.op is Op.FORWARD:
                 self._await_forward(instruction.micro_batch)
             start = time.perf_counter()
-            getattr(self, method)(instruction.micro_batch)
+            yield getattr(self, method)
             self._spent_s[kind] += time.perf_counter() - start
 
     def _end(self) -> StageReport:
@@ -340,7 +343,8 @@ def run_chunks(program: StageProgram, chunks: Sequence[StageRun]) -> tuple[Stage
     for chunk in chunks:
         chunk._begin(retain=False)
     for instruction in program:
-        chunks[instruction.chunk]._execute(instruction)
+        with chunks[instruction.chunk]._executing(instruction) as act:
+            act(instruction.micro_batch)
     return tuple(chunk._end() for chunk in chunks)
 
 
