@@ -45,7 +45,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "cache": (add_cache_parser, "list, check or remove rows that runs have kept"),
     "demo": (
         add_demo_parser,
-        "fine-tune a small ViT in a loop, and elastically, in under 3 minutes",
+        "fine-tune a small ViT in a loop, and elastically, in 3.5 minutes",
     ),
 }
 

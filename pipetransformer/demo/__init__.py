@@ -1,4 +1,4 @@
-"""Show the framework at work in under three minutes: `pipetransformer demo`.
+"""Show the framework at work in three and a half minutes: `pipetransformer demo`.
 
 command ─┬─► loops     a loop of one's own, with two lines more, and from kept rows
          ├─► runs      the donor, nothing frozen, the elastic run, and a plain loop by hand
