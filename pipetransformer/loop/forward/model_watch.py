@@ -108,6 +108,19 @@ class ModelWatch:
 
     def ignore_changes(self) -> None:
         """Watch no more what has changed by itself, and take the rest as it is now."""
+        self.ignored.update((id(container), key) for container, key in self._changed_places())
+        self.renew()
+
+    def change(self) -> str:
+        """Say what was changed, by name where it is a module's attribute."""
+        modules = dict(zip(map(id, self._attributes), self.modules, strict=True))
+        for container, key in chain(self._changed_places(), self._added_places()):
+            if (module := modules.get(id(container))) is not None:
+                return f"attribute {key!r} of {type(module).__name__} was changed"
+        return "attributes or hooks of frozen modules, or around them, were changed"
+
+    def _changed_places(self) -> Iterator[_Place]:
+        """Yield where values are others than they were."""
         was = dict(zip(map(id, self._lists), self._listed, strict=True))
         versions = dict(zip(map(id, self._tensors), self._versions, strict=True))
         for container, keys, old in zip(self._containers, self._keys, self._values, strict=True):
@@ -116,29 +129,15 @@ class ModelWatch:
                 before = was.get(id(before), before) if type(before) is list else before
                 was_written = id(now) in versions and now._version != versions[id(now)]
                 if was_written or not _same(tuple(now) if type(now) is list else now, before):
-                    self.ignored.add((id(container), key))
-        self.renew()
+                    yield container, key
 
-    def change(self) -> str:
-        """Say what was changed, by name where it is an attribute."""
-        was = {
-            (id(container), key): value
-            for container, keys, values in zip(
-                self._containers, self._keys, self._values, strict=True
-            )
-            for key, value in zip(keys, values, strict=False)
-        }
-        listed = dict(zip(map(id, self._lists), self._listed, strict=True))
-        for module, own in zip(self.modules, self._attributes, strict=True):
-            for name in _plain_names(own):
-                value, place = own[name], (id(own), name)
-                before = was.get(place)
-                now = tuple(value) if type(value) is list and id(before) in listed else value
-                is_counted = name not in _UNCOUNTED and place not in self.ignored
-                is_same = place in was and _same(now, listed.get(id(before), before))
-                if is_counted and not is_same:
-                    return f"attribute {name!r} of {type(module).__name__} was changed"
-        return "attributes or hooks of frozen modules, or around them, were changed"
+    def _added_places(self) -> Iterator[_Place]:
+        """Yield attributes of modules that were not there."""
+        known = {id(one): keys for one, keys in zip(self._containers, self._keys, strict=True)}
+        for own in self._attributes:
+            there = {*known.get(id(own), ()), *_UNCOUNTED}
+            added = (name for name in _plain_names(own) if name not in there)
+            yield from ((own, name) for name in added if (id(own), name) not in self.ignored)
 
     def replaced(self) -> bool:
         """Return whether a module has taken another one's place."""
