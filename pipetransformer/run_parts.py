@@ -141,8 +141,8 @@ def build_parts(
         samples,
         to_come=partial(_to_come, coming, deployment),
         keeps=config.cache_views or 1,
+        keeps_places=lambda: coming.keeps_places,  # A resumed run may have another order.
     )
-    feed.keeper.keeps_places = lambda: coming.keeps_places  # A resumed run may have another order.
     evaluator = Evaluator(
         task,
         world,

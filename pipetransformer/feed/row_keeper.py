@@ -79,9 +79,9 @@ class RowKeeper:
 
     Args:
         num_views: of each sample that have rows; 0 where each is asked for once.
+        keeps_places: says whether replicas read the same samples in every epoch.
 
     Attributes:
-        keeps_places: whether replicas read the same samples in every epoch.
         format: what a row holds.
         store: None where none is of use.
         known: digests of this run's samples, to compare rows of other runs with.
@@ -89,7 +89,13 @@ class RowKeeper:
     """
 
     def __init__(
-        self, prefix: FrozenPrefix, world: World, samples: Samples, *, num_views: int
+        self,
+        prefix: FrozenPrefix,
+        world: World,
+        samples: Samples,
+        *,
+        num_views: int,
+        keeps_places: Callable[[], bool],
     ) -> None:
         self._prefix, self._world, self._samples = prefix, world, samples
         self._task, self._num_samples = prefix.task, len(samples.dataset)
@@ -101,8 +107,7 @@ class RowKeeper:
         check_device(config, world.device)
         self._chunk_size = config.prefix_chunk_of(world.size, on_gpu=world.device.type == "cuda")
         self._num_views, self._gave_up = num_views, num_views == 0
-        self.keeps_places: Callable[[], bool] = lambda: False
-        self._num_readers = 0
+        self._keeps_places, self._num_readers = keeps_places, 0
         self.format = RowFormat(prefix, world, samples, chunk_size=self._chunk_size)
         self.store: ActivationStore | None = None
         self.known: Tensor | None = None
@@ -291,7 +296,7 @@ class RowKeeper:
 
     def _agree_on_readers(self) -> int:
         """Return how many processes read rows; 0 where each may read any row. Collective."""
-        if self._world.size == 1 or not self.keeps_places():
+        if self._world.size == 1 or not self._keeps_places():
             return int(self._world.size == 1)
         return sum(gather_json(self._prefix.on_stage_0, group=self._world.group))
 

@@ -92,6 +92,7 @@ class SampleFeed:
     Args:
         to_come: what fetches will ask for; workers read it ahead.
         keeps: how many views of each sample a cache has rows for; 0 where each is asked for once.
+        keeps_places: says whether replicas read the same samples in every epoch.
 
     Attributes:
         copies: whether a batch stays what it is; else the fetch after the next may change it.
@@ -108,6 +109,7 @@ class SampleFeed:
         *,
         to_come: Coming = tuple,
         keeps: int = 1,
+        keeps_places: Callable[[], bool] = lambda: False,
     ) -> None:
         self.prefix, self.copies, self.is_undisturbed = prefix, False, False
         self.dataset = samples.dataset
@@ -123,7 +125,7 @@ class SampleFeed:
             pin_memory=config.pin_memory and world.device.type == "cuda",
             timeout_s=config.setup_timeout_s,
         )
-        self.keeper = RowKeeper(prefix, world, samples, num_views=keeps)
+        self.keeper = RowKeeper(prefix, world, samples, num_views=keeps, keeps_places=keeps_places)
         self._generation = self._epoch = -1  # No prefix is followed, and no epoch compared, yet.
         self._cache: PrefixCache | None = None
         self._block: RowBlock | None = None

@@ -164,6 +164,11 @@ class Evaluator:
             return ((0, stage.share.read_of_slice(ids)) for ids in stage.rounds(len(dataset)))
 
         samples = samples_of(self._task, dataset, needs_targets=needs_targets, evaluates=True)
-        feed = SampleFeed(self._prefix, self._world, samples, to_come=to_come, keeps=keeps)
-        feed.keeper.keeps_places = lambda: True
-        return feed
+        return SampleFeed(
+            self._prefix,
+            self._world,
+            samples,
+            to_come=to_come,
+            keeps=keeps,
+            keeps_places=lambda: True,
+        )
