@@ -11,7 +11,7 @@ from torch import nn
 
 @final
 @dataclass(frozen=True)
-class OwnForward:
+class BlockForward:
     """Be a block's forward. A copy or a pickle of the block gets its own forward.
 
     Args:

@@ -36,7 +36,7 @@ from pipetransformer.loop.forward.forward_call import (
     holds_entries,
     with_plain,
 )
-from pipetransformer.loop.forward.model_hooks import ModelHook, OwnForward
+from pipetransformer.loop.forward.model_hooks import BlockForward, ModelHook
 from pipetransformer.loop.forward.model_watch import HOOKS, ModelWatch, hold_others
 from pipetransformer.loop.forward.served_parts import ServedParts, refuse_other_autocast
 from pipetransformer.model import adapter_names, adapters_in_use, modules_with_adapters, row_of
@@ -125,7 +125,7 @@ class ShortForward:
             serving = [partial(self._part, i) for i in range(len(blocks))]
         elif is_to_come and not self._has_seen_autocast:
             blocks, serving = [self._row.blocks[0]], [partial(self._unfrozen)]
-        if any(isinstance(vars(block).get("forward"), OwnForward) for block in blocks):
+        if any(isinstance(vars(block).get("forward"), BlockForward) for block in blocks):
             raise ValueError(
                 "the model is attached already; close what serves it: what `attach` returned for "
                 "it, or another training"
@@ -157,7 +157,7 @@ class ShortForward:
         own = vars(module).get("forward")
         # Compiled code would know the rows of one batch alone.
         served = torch.compiler.disable(partial(serve, module.forward))
-        module.forward = OwnForward(module, own, served)
+        module.forward = BlockForward(module, own, served)
         self._replaced.append(module)
 
     @property
@@ -169,7 +169,7 @@ class ShortForward:
         """Let blocks run as they did."""
         for block in self._replaced:
             replacement = vars(block).get("forward")
-            if not isinstance(replacement, OwnForward):
+            if not isinstance(replacement, BlockForward):
                 continue  # Somebody has put another in its place.
             if replacement.own is None:
                 del block.forward
@@ -319,7 +319,7 @@ class ShortForward:
         in_use = adapters_in_use(self._with_adapters)
         edited = self._prefix.is_edited() or self.watch.changed()
         ours = (vars(block).get("forward") for block in self._replaced)
-        edited = edited or not all(isinstance(one, OwnForward) for one in ours)
+        edited = edited or not all(isinstance(one, BlockForward) for one in ours)
         return in_use == self._adapters and not edited and not self._parts.miss_hooks()
 
     def refuse_replaced(self) -> None:
