@@ -36,7 +36,7 @@ class _Block(nn.Module):
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 8)
+        self.first = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(_Block() for _ in range(3))
         self.head = nn.Linear(8, 3)
 
@@ -51,7 +51,7 @@ class _Model(nn.Module):
 class _Data(Dataset[dict[str, Tensor]]):
     def __init__(self, num: int, seed: int) -> None:
         draws = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(num, 6, generator=draws)
+        self.x = torch.randn(num, 8, generator=draws)
         self.y = torch.randint(3, (num,), generator=draws)
 
     def __len__(self) -> int:

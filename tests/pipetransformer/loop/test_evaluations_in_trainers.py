@@ -54,7 +54,7 @@ class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(6, 8).requires_grad_(False)
+        self.first = nn.Linear(8, 8).requires_grad_(False)
         self.blocks = nn.ModuleList(_Block() for _ in range(3))
         self.head = nn.Linear(8, 3)
 
@@ -69,7 +69,7 @@ class _Model(nn.Module):
 
 def _samples(num: int, seed: int, *, labelled: bool = True) -> list[dict[str, Any]]:
     draws = torch.Generator().manual_seed(seed)
-    x = torch.randn(num, 6, generator=draws)
+    x = torch.randn(num, 8, generator=draws)
     known = [{"x": one, "name": f"sample {place}"} for place, one in enumerate(x)]
     return [{**one, "labels": place % 3} if labelled else one for place, one in enumerate(known)]
 
@@ -268,7 +268,10 @@ def test_texts_that_are_generated_in_an_evaluation_are_as_without_rows(
         )  # fmt: skip
         trainer.train()
         found.append([numbers(one) for one in trainer.state.log_history[:-1]])
-    assert found[0] == found[1] and callback.stats.hits == len(data)
+    # A row of a padded text may be computed at another length, in another order of sums.
+    for one, other in zip(*found, strict=True):
+        assert other == pytest.approx(one, rel=1e-6)
+    assert callback.stats.hits == len(data)
 
 
 lightning = pytest.importorskip("lightning")

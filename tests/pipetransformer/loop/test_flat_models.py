@@ -43,7 +43,7 @@ def of_words(*, shares: bool = False) -> nn.Sequential:
 
 def of_numbers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), Block(), nn.Tanh(), Block(), nn.Linear(8, 3)).double()
+    return nn.Sequential(nn.Linear(8, 8), Block(), nn.Tanh(), Block(), nn.Linear(8, 3)).double()
 
 
 def samples(model: nn.Sequential) -> list[Any]:
@@ -51,7 +51,7 @@ def samples(model: nn.Sequential) -> list[Any]:
     if isinstance(model[0], nn.Embedding):
         words = torch.randint(WORDS, (NUM, 2, 6), generator=generator)
         return [(one[0], one[1]) for one in words]
-    numbers = torch.randn(NUM, 5, generator=generator, dtype=torch.float64)
+    numbers = torch.randn(NUM, 8, generator=generator, dtype=torch.float64)
     return [(one, index % 3) for index, one in enumerate(numbers)]
 
 
