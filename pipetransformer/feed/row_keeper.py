@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -73,6 +74,20 @@ class RowBudget:
         )
 
 
+_RANDOM = "the training set gives other values each time a sample is read (random augmentation)"
+_SEED = (
+    "the training set gives other values each time a sample is read, whatever the seed; draw "
+    "random numbers from torch, numpy or random, or leave cache_views= out"
+)
+_MIXES = (
+    "collate_fn gives samples other values together than one by one (it mixes those of a batch)"
+)
+_COUNTS = (
+    "collate_fn counts in its attribute %r, so what it makes may depend on how often it was "
+    "called, and it is not called for samples with rows"
+)
+
+
 @final
 class RowKeeper:
     """Own the store of a frozen prefix's rows, and say which row a sample has.
@@ -132,27 +147,19 @@ class RowKeeper:
         views = self._task.config.cache_views is not None
         varies = self._samples.vary_between_reads(same_seed=views)
         # Samples that vary anyway would look mixed, too.
-        told = varies, not varies and self._samples.mix_in_batches()
-        varies, mix = map(any, zip(*gather_json(told, group=self._world.group), strict=True))
-        if not varies and not mix:
+        mix = not varies and self._samples.mix_in_batches()
+        counts = "" if varies or mix else self._samples.counts_in()
+        ours = (varies, _SEED if views else _RANDOM), (mix, _MIXES), (counts, _COUNTS % counts)
+        told = gather_json([why for is_so, why in ours if is_so], group=self._world.group)
+        if not (reasons := list(chain(*told))):
             return
         if views:
-            raise ValueError(
-                "collate_fn gives samples other values together than one by one, so that there "
-                "are no fixed views of them; leave cache_views= out"
-                if mix
-                else "the training set gives other values each time a sample is read, whatever "
-                "the seed, so that there are no fixed views of it; draw random numbers from "
-                "torch, numpy or random, or leave cache_views= out"
-            )
+            raise ValueError(f"there are no fixed views of samples, as {reasons[0]}")
         self._gave_up = True
         if self._world.is_main:
             _LOGGER.warning(
-                "no cache: collate_fn gives samples other values together than one by one (it "
-                "mixes those of a batch); the frozen prefix is computed at every step. %s"
-                if mix
-                else "no cache: the training set gives other values each time a sample is read "
-                "(random augmentation); the frozen prefix is computed at every step. %s",
+                "no cache: %s; the frozen prefix is computed at every step. %s",
+                reasons[0],
                 self.advice,
             )
 

@@ -154,6 +154,21 @@ class Samples:
                     return True
         return False
 
+    def counts_in(self) -> str:
+        """Return the attribute in which collate_fn counts its calls; "" where it does not.
+
+        What it makes may depend on that, and it is not called for what is cached.
+        """
+        function = self.collation.function
+        own, seen = attributes_of(function), list[dict[str, float]]()
+        if not numbers_in(own):
+            return ""
+        for _ in range(3):  # What the first call alone sets, as a flag, counts nothing.
+            self.probe(self.spread(2))
+            seen.append(numbers_in(own))
+        first, second, third = seen
+        return next((n for n in first if first[n] != second[n] != third[n]), "")
+
     def vary_between_reads(self, *, same_seed: bool = False) -> bool:
         """Return whether samples change from read to read: under two seeds, or under the same one.
 
@@ -176,6 +191,17 @@ class Samples:
             raise SampleError(
                 f"the data set cannot give sample {index}: {type(error).__name__}: {error}"
             ) from error
+
+
+def attributes_of(function: object) -> dict[str, Any]:
+    """Return the attributes of an object that is called, or of a method's object."""
+    own: dict[str, Any] = getattr(getattr(function, "__self__", function), "__dict__", {})
+    return own
+
+
+def numbers_in(attributes: Mapping[str, Any]) -> dict[str, float]:
+    """Return the attributes that are numbers."""
+    return {name: value for name, value in attributes.items() if type(value) in (int, float)}
 
 
 def find_changed(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str:

@@ -33,7 +33,7 @@ from pipetransformer.loop.batches import (
     BatchForm,
     base_of,
     begun_within,
-    generators_kept,
+    collating_kept,
     giving_indices,
 )
 from pipetransformer.loop.forward import LoopCall, guessed_call, learning
@@ -411,7 +411,7 @@ class CachedLoop:
         """Return what serves the loop; None where its first forward must tell how."""
         if self._rows is None:
             base = base_of(loader)
-            with generators_kept(base.collate_fn, base.dataset), torch.inference_mode(False):
+            with collating_kept(base.dataset, base.collate_fn), torch.inference_mode(False):
                 with own_random_numbers(_CPU):
                     names = self._form(base).names
                 if guessed_call(self._model, names) is None:

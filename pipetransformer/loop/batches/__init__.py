@@ -24,11 +24,12 @@ from pipetransformer.loop.batches.loaders import (
     is_same_function,
 )
 from pipetransformer.loop.batches.pieces import Pieces, in_pieces
-from pipetransformer.loop.batches.randomness import generators_kept, warn_of_draws
+from pipetransformer.loop.batches.randomness import collating_kept, generators_kept, warn_of_draws
 
 __all__ = [
     "BatchEntry", "BatchForm", "Bundles", "DERIVED", "DataWatch", "JoinedTexts", "LoaderCollation",
     "Mark", "POSITIONS", "Pieces", "TOKENS", "base_of", "begun_within", "beside",
+    "collating_kept",
     "generators_kept", "giving_indices", "in_pieces", "is_same_dataset", "is_same_function",
     "plain", "refuse_unlike", "warn_of_draws",
 ]  # fmt: skip

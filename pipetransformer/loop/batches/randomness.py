@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from autopipe.random_state import random_state
-from pipetransformer.feed import SampleFeed, Samples, own_random_numbers
+from pipetransformer.feed import (
+    SampleFeed,
+    Samples,
+    attributes_of,
+    numbers_in,
+    own_random_numbers,
+)
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_READ = 16
@@ -144,6 +150,21 @@ def states_of(owners: tuple[object, ...]) -> States:
 
 def _told(generators: list[Any]) -> list[Any]:
     return [random_state(_CPU), [_comparable(_raw(one)) for one in generators]]
+
+
+@contextmanager
+def collating_kept(dataset: object, collate: object) -> Iterator[None]:
+    """Have looks at batches leave no trace in generators, nor in what a collate_fn counts.
+
+    A data set's numbers stay: they may say where a file of its own stands.
+    """
+    own = attributes_of(collate)
+    numbers = numbers_in(own)
+    with generators_kept(dataset, collate):
+        try:
+            yield
+        finally:
+            own.update(numbers)
 
 
 @contextmanager

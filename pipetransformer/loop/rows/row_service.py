@@ -26,7 +26,7 @@ from pipetransformer.loop.batches import (
     BatchForm,
     base_of,
     begun_within,
-    generators_kept,
+    collating_kept,
     giving_indices,
     is_same_dataset,
     is_same_function,
@@ -101,7 +101,7 @@ class RowService:
         check_dataset(base.dataset, "the loader's dataset")
         self._place = LoopPlace(len(base.dataset))  # type: ignore[arg-type]
         self.device = next(model.parameters()).device
-        with generators_kept(base.collate_fn, base.dataset):
+        with collating_kept(base.dataset, base.collate_fn):
             with own_random_numbers(self.device):
                 self._whole_form = BatchForm.of(base, has_bundles=bool(self._settings.parts))
             if beside is not None and {*beside._call.parameters} <= {*self._whole_form.names}:
@@ -345,7 +345,7 @@ class RowService:
     def _have_rows(self, depth: int) -> None:
         is_asked = self._settings.caches is not False
         is_to_come = depth == 0 and is_asked and self.may_ever_serve
-        may_have = depth > 0 and is_asked and not self.sees_first
+        may_have = depth > 0 and is_asked and self.feed.keeper.may_cache and not self.sees_first
         if not (may_have and self._are_rows_right(depth) and self._pays()):
             depth = 0
         self._note_stats()
@@ -364,7 +364,7 @@ class RowService:
         is_told = bool(self._settings.caches) or self.task.config.cache_keep
         if is_told and not _LOGGER.isEnabledFor(logging.INFO):
             return True
-        with generators_kept(self._base.collate_fn, self._base.dataset):
+        with collating_kept(self._base.dataset, self._base.collate_fn):
             self._account = account = self._batches.account()
         pays = is_told or bool(self.agreed(account.pays))
         if not pays:
@@ -380,7 +380,7 @@ class RowService:
 
     def _are_rows_right(self, depth: int) -> bool:
         """Return whether rows may take the blocks' place; a warning says why not."""
-        with generators_kept(self._base.collate_fn, self._base.dataset):
+        with collating_kept(self._base.dataset, self._base.collate_fn):
             why = self._batches.why_not(depth)
         if why and not self._has_told:
             self._has_told = True

@@ -69,6 +69,8 @@ from tests.helpers.row_stories import (
     assert_right_or_refused,
     assert_served,
     begin_to_count,
+    collate_by_count,
+    collate_with_flag,
     correct_label,
     edit_image,
     hook,
@@ -306,6 +308,7 @@ DROPPED = model(changes={3: dropped})
     plain_counter=Story(model(changes={0: counted_plainly}), prepare=begin_to_count),
     running_mean=Story(model(changes={0: averaged}), prepare=begin_to_count),
     number_drawn_for_nothing=Story(DROPPED, lambda: Drawing(*texts().tensors)),
+    counting_collate=Story(prepare=collate_by_count),
 )
 def test_what_a_look_would_move_is_right_or_refused(story: Story, caplog: Caplog) -> None:
     assert_right_or_refused(story, caplog)
@@ -315,6 +318,7 @@ def test_what_a_look_would_move_is_right_or_refused(story: Story, caplog: Caplog
     counter=Story(model(changes={3: counted}), prepare=begin_to_count),
     plain_counter=Story(model(changes={3: counted_plainly}), prepare=begin_to_count),
     running_batch_norm=Story(model(Block, Block, block_with(BatchNorm), Block)),
+    flag_of_collate=Story(prepare=collate_with_flag),
     no_number_drawn=Story(DROPPED, lambda: Items(*texts().tensors)),
     number_drawn_from_its_own=Story(DROPPED, lambda: OwnDrawing(*texts().tensors)),
 )
