@@ -23,18 +23,35 @@ from pipetransformer.model.parts import adapt_parts
 
 
 def _take_children(model: nn.Sequential) -> LayeredModel:
-    """Take each child of a Sequential as a sublayer and a layer, the last one as the head."""
+    """Take each child of a Sequential as a sublayer and a layer, the last one as the head.
+
+    Where one child alone is a row of equal blocks, these are the layers, as in `attach`: what lies
+    below them freezes with the first, and what lies above is the head.
+    """
     if len(model) < 2:
         raise ValueError(
             f"nn.Sequential has {len(model)} children; a pipeline needs at least two "
             "(the last one is the head): give the layers one by one"
         )
     # named_children() leaves out the second use of a module, such as one ReLU() used twice.
-    sublayers = [
-        Sublayer(name, layer, child)
-        for layer, (name, child) in enumerate(zip(model._modules, model, strict=True))
-    ]
+    children = list(zip(model._modules, model, strict=True))
+    rows = [place for place, child in enumerate(model) if _blocks_of(child)]
+    if len(rows) != 1 or rows[0] == len(model) - 1 or _blocks_of(model):
+        sublayers = [Sublayer(name, layer, child) for layer, (name, child) in enumerate(children)]
+    else:
+        (place,), (outer, row) = rows, children[rows[0]]
+        blocks, above = _blocks_of(row), [child for _, child in children[place + 1 :]]
+        sublayers = [Sublayer(name, 0, child) for name, child in children[:place]]
+        sublayers += [Sublayer(f"{outer}.{n}", n, block) for n, block in enumerate(blocks)]
+        head = above[0] if len(above) == 1 else nn.Sequential(*above)
+        sublayers.append(Sublayer(children[-1][0], len(blocks), head))
     return LayeredModel(model, sublayers, inputs=("x",), targets=("y",))
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the children of a plain Sequential, if they are several of one class."""
+    blocks = list(module) if type(module) is nn.Sequential else []
+    return blocks if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 else []
 
 
 _BUILDERS: Builders = {

@@ -22,7 +22,7 @@ _NUM_SAMPLES = 8
 """Samples that are read for it; a batch of the usual size is made of them."""
 _LEAST_SHARE = 0.1
 """The share of a step that rows must save to be kept unasked."""
-_MOST_REPEATS, _ENOUGH_S = 3, 0.5
+_MOST_REPEATS, _ENOUGH_S = 12, 0.3
 
 FromRows = Callable[[Batch, Tensor, Mapping[str, Tensor]], Any]
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import freeze as freezing
 from freeze import FreezeContext
-from pipetransformer import attach
+from pipetransformer import Trainer, attach
 from pipetransformer.model import adapt
 
 NUM, WORDS = 12, 20
@@ -122,3 +122,38 @@ def test_the_head_is_no_block_in_attach_nor_in_the_trainer(build: Any) -> None:
         pytest.raises(ValueError, match=f"asks for {len(model)} blocks, but .* has {num_layers}"),
     ):
         next(cached.epoch(loader))
+
+
+def nested() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    return nn.Sequential(nn.Linear(8, 8), blocks, nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def test_a_row_within_has_the_layers_in_attach_and_in_the_trainer() -> None:
+    plain, own, theirs = nested(), nested(), nested()
+    data, schedule = samples(plain), [0, 2, 2]
+    torch.manual_seed(2)
+    loader = DataLoader(data, batch_size=4)
+    for model, cached in ((plain, None), (own, attach(own, freeze=schedule))):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for num_frozen in schedule:
+            if cached is None:
+                freezing.apply(model, num_frozen, layers=list(model[1]))
+            for given, target in loader if cached is None else cached.epoch(loader):
+                F.cross_entropy(model(given), target).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if cached is not None:
+            assert cached.stats.hits == NUM
+            cached.close()
+    assert adapt(theirs).num_layers == 3
+    with Trainer(
+        theirs, data, epochs=3, optimizer=lambda named: SGD([p for _, p in named], lr=0.1),
+        global_batch_size=4, sample_order=lambda _: torch.arange(NUM),
+        freeze="schedule:0,2,2", loss_fn=F.cross_entropy,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    for name, expected in plain.state_dict().items():
+        for model in (own, theirs):
+            torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-9, atol=1e-9)

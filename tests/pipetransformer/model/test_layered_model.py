@@ -110,13 +110,13 @@ def test_a_tied_tensor_belongs_to_its_first_sublayer() -> None:
 
 
 def test_tensors_tied_within_a_sublayer_stay_tied() -> None:
-    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    block[1].weight = block[0].weight
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    block[2].weight = block[0].weight
     block[0].alias = block[0].weight
     layered = adapt(nn.Sequential(block, nn.Linear(4, 2)))
-    assert list(layered.tensors(0)) == ["0.0.weight", "0.0.bias", "0.1.bias"]
+    assert list(layered.tensors(0)) == ["0.0.weight", "0.0.bias", "0.2.bias"]
     layered.replace(0, {"0.0.weight": torch.zeros(4, 4)})
-    assert block[1].weight is block[0].weight is block[0].alias
+    assert block[2].weight is block[0].weight is block[0].alias
 
 
 class Functional(nn.Module):
