@@ -76,7 +76,7 @@ MICRO_BATCH_S = 0.43e-3
 """A stage's Python for a micro-batch: its instructions, seeds, scale and graph.
 
 Source: CPU time of a step with 1 to 48 micro-batches beside that of a plain loop over as many, a
-ViT of width 16 on one core (`python -m experiments.benchmarks.micro_batches cpu`).
+ViT of width 16 on one core (`experiments/results/2026-11-28-cpu.md`, M by measuring).
 """
 
 

@@ -30,8 +30,8 @@ ALPHA = 1 / 3  # [paper] of the speed-ups reported
 CACHE_FROM = 3  # [paper] frozen layers; below, caching took longer than computing
 HOST_S = 21e-3
 """CPU time of a micro-batch in a process that drives a pipeline by a thread a device, under one
-lock; 8 ms in one thread. `python -m experiments.benchmarks.micro_batches threads`, on a core of
-ours: 12 blocks of width 16, which compute next to nothing, K = 8."""
+lock; 8 ms in one thread. On a core of ours: 12 blocks of width 16, which compute next to nothing,
+K = 8 (`experiments/results/ablation`, The published system)."""
 TRANSITION_S = {8: 18.2 + 5, 4: 10.2 + 23, 2: 11.3 + 12, 1: 11.3 + 12}
 """By the new K: loading the model, then building DDP. [program] its performance log, slower node;
 for K = 1, which it does not give, as for K = 2."""
