@@ -1,7 +1,7 @@
 """Describe four models of which a part is frozen, and samples that they take.
 
     whisper   the encoder; the decoder trains
-    resnet    ResNet-18 below a linear head, on CIFAR-10's images if there are some
+    resnet    ResNet-18 below a linear head
     clip      the tower of images; that of texts trains
     smolvlm   the vision tower, four tiles a sample; the language model trains
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -79,13 +78,9 @@ ONE_CORE = Size(width=192, depth=6, small=64, pixels=64, batch_size=16, steps=32
 LARGE = Size(width=768, depth=12, small=256, pixels=224, batch_size=32, steps=12)
 
 
-def part_cases(size: Size, cifar: str | None = None) -> list[PartCase]:
-    """Return the four of a size.
-
-    Args:
-        cifar: an npz file of CIFAR-10 with `train_images`, (N, 32, 32, 3), and `train_labels`.
-    """
-    return [_whisper(size), _resnet(size, cifar), _clip(size), _smolvlm(size)]
+def part_cases(size: Size) -> list[PartCase]:
+    """Return the four of a size."""
+    return [_whisper(size), _resnet(size), _clip(size), _smolvlm(size)]
 
 
 def _encoder(size: Size) -> dict[str, Any]:
@@ -164,20 +159,9 @@ class _Headed(nn.Module):
         return answer
 
 
-def _resnet(size: Size, cifar: str | None) -> PartCase:
-    num = size.batch_size * size.steps
-    images = random_images(num, size.pixels).columns
-    rows = _items(images if cifar is None else _cifar(cifar, num, size.pixels))
+def _resnet(size: Size) -> PartCase:
+    rows = _items(random_images(size.batch_size * size.steps, size.pixels).columns)
     return PartCase("resnet", _Headed, "backbone", rows, image_loss, size.batch_size)
-
-
-def _cifar(path: str, num: int, pixels: int) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        images, labels = map(torch.tensor, (file["train_images"], file["train_labels"]))
-    # In the file they are sorted by class.
-    chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:num]
-    x = (images[chosen] / 255 - 0.45).permute(0, 3, 1, 2)
-    return {"x": nn.functional.interpolate(x, size=pixels), "y": labels[chosen].long()}
 
 
 def _clip(size: Size) -> PartCase:

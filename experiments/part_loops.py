@@ -1,31 +1,24 @@
-"""Train a model of which a part is frozen, four ways, epoch by epoch, on the same batches.
+"""Train a model of which a part is frozen, three ways, epoch by epoch, on the same batches.
 
 plain       the part is frozen, in eval mode, and runs at each step
 by_hand     a dict of what the part returned for each sample, filled in the first epoch
 ours        `pipetransformer.attach(model, parts=[...])`
-torchcache  the package of that name, which keys by a hash of the part's input
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from experiments.part_cases import PartCase
 from pipetransformer import attach
 
 Batch = Mapping[str, Tensor]
-
-
-class DoesNotRunError(RuntimeError):
-    """Say why a contestant cannot train a case."""
 
 
 class PartLoop(ABC):
@@ -48,10 +41,10 @@ class PartLoop(ABC):
         self._optimizer = torch.optim.AdamW(learned, lr=1e-4, eps=1e-4)
         self.losses: list[Tensor] = []
 
-    def epoch(self) -> list[tuple[float, float]]:
-        """Train an epoch; return its steps' seconds, by the clock and of this process' CPUs."""
+    def epoch(self) -> int:
+        """Train an epoch; return the number of its steps."""
         self._set_modes()
-        times = [(time.perf_counter(), time.process_time())]
+        before = len(self.losses)
         for batch in self._batches():
             moved = {name: one.to(self.device, non_blocking=True) for name, one in batch.items()}
             dtype = self._autocast_to
@@ -61,8 +54,7 @@ class PartLoop(ABC):
             self._optimizer.step()
             self._optimizer.zero_grad()
             self.losses.append(loss.detach())
-            times.append((time.perf_counter(), time.process_time()))
-        return [(b - a, d - c) for (a, c), (b, d) in zip(times[:-1], times[1:], strict=True)]
+        return len(self.losses) - before
 
     def _set_modes(self) -> None:
         self.model.train()
@@ -152,47 +144,3 @@ class ByHand(PartLoop):
         rows = found if num == 1 else found.unflatten(0, (-1, num))
         self._kept.update(zip(self._places, rows, strict=True))
         return answer
-
-
-@final
-class ByTorchCache(Plain):
-    """Have torchcache wrap the part; it takes and returns one tensor, and the rest is around it.
-
-    Raises:
-        DoesNotRunError: it is not installed.
-    """
-
-    def __init__(self, *case: Any) -> None:
-        super().__init__(*case)
-        try:
-            from torchcache import torchcache
-        except ImportError as error:
-            raise DoesNotRunError("not installed") from error
-        self._run, self.part.forward = self.part.forward, self._serve
-        self._given: Any = None
-        self._made: Callable[[Tensor], Any] = lambda tensor: tensor
-        loop = self
-
-        class Held(nn.Module):
-            def forward(self, given: Tensor) -> Tensor:
-                return loop._kept_of(given)
-
-        self._held = torchcache()(Held)()
-
-    def _serve(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        place = next(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        self._given = leaves, spec, place
-        found = self._held(leaves[place])  # First, as that may say what is made of it.
-        return self._made(found)
-
-    def _kept_of(self, given: Tensor) -> Tensor:
-        leaves, spec, place = self._given
-        args, kwargs = tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], spec)
-        answer, field = self._run(*args, **kwargs), self.case.field
-        if field is None:
-            found: Tensor = answer
-            return found
-        self._made = lambda tensor: type(answer)(**{field: tensor})
-        found = answer[field]
-        return found

@@ -3,5 +3,4 @@
 rounds: actions in turn, ratios, intervals    timed_loop: the rival, and its tasks
 loop_process: that loop as its user runs it   both_sides: ours beside it
 processes: what ranks of a benchmark found    bars: how a benchmark ends
-loop_by_hand: frozen blocks' outputs in one tensor
 """

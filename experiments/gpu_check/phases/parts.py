@@ -96,12 +96,8 @@ def _timed(findings: Findings, case: PartCase, setting: Setting, places: tuple[s
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
             for _ in range(1 if is_warm_up else 1 + num_warm):
                 for name, loop in loops.items():
-                    found[name].append(epoch_ms(partial(_run, loop), device))
+                    found[name].append(epoch_ms(loop.epoch, device))
             means = {n: float(torch.stack(one.losses).mean()) for n, one in loops.items()}
             compare_losses(means)
     states = {"filling": slice(0, 1), "warm": slice(1, None)}
     note_times(findings, case.name, found, states, ideal="by hand")
-
-
-def _run(loop: PartLoop) -> int:
-    return len(loop.epoch())
