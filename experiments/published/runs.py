@@ -1,6 +1,6 @@
-"""Simulate runs of the published system on its own machines, and of ours in the same place.
+"""Simulate runs of the published system on its own machines.
 
-The published system: GPipe, K by Algorithm 1, M by the throughput table, a batch of 400 a
+GPipe, K by Algorithm 1, M by the throughput table, a batch of 400 a
 pipeline, so that the global batch grows with R; the frozen layers' forward on the first device,
 ahead of the pipeline and in one piece, as Algorithm 1 pipelines only the active layers. One
 process drives a pipeline, so that all its launches add up: by micro-batch, and by active layer.
@@ -23,11 +23,6 @@ from autopipe.plan import (
 from autopipe.profile import Profile, RingCost
 from experiments.ablation.parts import ABLATION as PARTS
 from experiments.ablation.parts import NOTHING_FROZEN, Parts
-from experiments.ablation.simulated import (
-    SimulatedEpoch,
-    SimulatedTraining,
-    simulate,
-)
 from experiments.published.setting import (
     BATCH,
     CACHE_FROM,
@@ -39,11 +34,8 @@ from experiments.published.setting import (
     TRANSITION_S,
     published_frozen,
 )
-from pipetransformer.cli import Place
 
 START = PlanRequest(CLUSTER.num_slots, CLUSTER.slots_per_node, 2 * BATCH, num_frozen=0)
-
-
 BASELINE = PARTS[NOTHING_FROZEN]
 ABLATION = {name: PARTS[name] for name in SPEED_UPS}
 
@@ -78,7 +70,6 @@ class PublishedSystem:
         profile: a device's costs.
         tables: samples/s by K and M.
         frozen_cost: Algorithm 1's lambda; 0 gives the paper's K.
-        micro_batches_per_stage: M / K; None takes the tables' best.
         cache_read_s: of a sample; None takes the frozen forward of CACHE_FROM layers.
         host_s: of a micro-batch through all layers, in the process that drives the pipeline.
     """
@@ -86,15 +77,14 @@ class PublishedSystem:
     profile: Profile
     tables: Mapping[int, Mapping[int, float]]
     frozen_cost: float = 0.0
-    micro_batches_per_stage: int | None = None
     cache_read_s: float | None = None
     host_s: float = HOST_S
 
-    def run(self, parts: Parts, frozen: Sequence[int] | None = None) -> list[Epoch]:
-        """Simulate a run; `frozen` has its frozen layers by epoch."""
+    def run(self, parts: Parts) -> list[Epoch]:
+        """Simulate a run by the published schedule of freezing."""
         epochs: list[Epoch] = []
         before = 0
-        for num_frozen in published_frozen() if frozen is None else frozen:
+        for num_frozen in published_frozen():
             now = num_frozen if parts.freeze else 0
             epochs.append(self._epoch(parts, before, now))
             before = now
@@ -108,7 +98,7 @@ class PublishedSystem:
         # Frozen layers leave the pipeline; where nothing packs it, devices without a layer idle.
         length = min(devices, sum(cost.layer >= num_frozen for cost in self.profile.sublayers))
         prefix_s = self._prefix_s(before, num_frozen, cached=parts.auto_cache)
-        count = length * (self.micro_batches_per_stage or 0) or self.best_count(length)
+        count = self.best_count(length)
         step_s = prefix_s + self.pipeline_s(num_frozen, length, replicas, count)
         num_steps = math.ceil(NUM_SAMPLES / (BATCH * replicas))
         moved_s = 0.0 if num_frozen == before else TRANSITION_S[devices]
@@ -172,55 +162,3 @@ def _host_s(micro_batch_s: float, length: int, count: int) -> float:
 def total_s(epochs: Sequence[Epoch]) -> float:
     """Return the seconds of a run."""
     return sum(epoch.seconds for epoch in epochs)
-
-
-def frozen_in_place(profile: Profile, num_frozen: int) -> Profile:
-    """Leave frozen layers on their stages, with a forward and no backward."""
-    costs = []
-    for cost in profile.sublayers:
-        if cost.layer < num_frozen:
-            nothing = (0.0,) * len(profile.batch_sizes)
-            cost = replace(
-                cost,
-                forward_s=cost.frozen_s,
-                input_backward_s=nothing,
-                weight_backward_s=nothing,
-                gradient_bytes=0,
-            )
-        costs.append(cost)
-    return replace(profile, sublayers=tuple(costs))
-
-
-def in_place_s(system: PublishedSystem) -> float:
-    """Return the seconds of freezing only, if frozen layers stayed on their stages."""
-    num_steps = math.ceil(NUM_SAMPLES / (BATCH * CLUSTER.nodes))
-    seconds = 0.0
-    for num_frozen in published_frozen():
-        stay = replace(system, profile=frozen_in_place(system.profile, num_frozen))
-        count = system.best_count(CLUSTER.slots_per_node)
-        seconds += num_steps * stay.pipeline_s(0, CLUSTER.slots_per_node, CLUSTER.nodes, count)
-    return seconds
-
-
-def ours(
-    profile: Profile, *, grow: bool, cache: bool, freeze: bool = True
-) -> list[SimulatedEpoch]:
-    """Simulate a run by our rules.
-
-    Args:
-        profile: a device's costs.
-        grow: a batch of 400 a pipeline, as published, instead of 800 in all.
-        cache: read frozen activations at the rate of the devices' links; hosts hold them.
-        freeze: by the published schedule.
-    """
-    place = Place(
-        CLUSTER.name,
-        replace(profile, cache_bytes_per_s=CLUSTER.link.bytes_per_s),
-        CLUSTER.num_slots,
-        CLUSTER.slots_per_node,
-        CLUSTER.memory_bytes,
-    )
-    training = SimulatedTraining(
-        NUM_SAMPLES, BATCH if grow else 2 * BATCH, published_frozen(), scale_batch=grow
-    )
-    return simulate(place, training, Parts(freeze, True, True, cache))

@@ -43,7 +43,6 @@ SPEED_UPS = {
     "all four": 2.83,
 }
 """[paper] figure 9, over no freezing."""
-HOURS = 26.5  # [paper] of the run without freezing
 THROUGHPUTS = {8: 368, 16: 410, 24: 386, 32: 340, 40: 298, 48: 286}
 """[paper] figure 11: samples/s by M at K = 8. [program] its log shows 420 of both nodes together,
 so these are of two pipelines."""
@@ -51,9 +50,9 @@ LENGTHS = (8, 8, 4, 2, 2, 1)
 """[paper] K by epoch at alpha = 1/3."""
 
 
-def published_frozen(num_epochs: int = EPOCHS) -> tuple[int, ...]:
+def published_frozen() -> tuple[int, ...]:
     """Return the frozen layers of every epoch."""
-    return frozen_by_epoch(ALPHA, NUM_LAYERS, num_epochs)
+    return frozen_by_epoch(ALPHA, NUM_LAYERS, EPOCHS)
 
 
 def published_profile() -> Profile:

@@ -100,7 +100,7 @@ def test_lengths_by_epoch_are_the_published_ones(system: PublishedSystem) -> Non
 
 
 @pytest.mark.slow
-def test_the_program_prints_its_tables_and_reasons_and_last_a_json_line(
+def test_the_program_prints_its_tables_and_last_a_json_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     system: PublishedSystem,
@@ -110,7 +110,7 @@ def test_the_program_prints_its_tables_and_reasons_and_last_a_json_line(
     monkeypatch.setattr(ablation, "published_profile", lambda: system.profile)
     ablation.main()
     text = capsys.readouterr().out
-    assert "why it differs" in text and "published at K = 8: 368, 410" in text
+    assert "published at K = 8: 368, 410" in text
     assert max(map(len, text.splitlines()[:-1])) < 140
     summary = json.loads(text.splitlines()[-1])
     assert summary["ranked_as_published"] is True
