@@ -4,16 +4,11 @@ Both train on all cores, step by step in turn: nothing frozen, and at a third an
 layers an epoch in which the cache fills and one in which every row is there; and an epoch in whose
 steps rows are found at several depths, as layers froze within the one before. In one epoch more
 nothing is frozen and both clip the gradient, whose norm ours takes in any case.
-Then two processes of one thread each, against the loop on all cores. Run it as
-
-    python -m experiments.benchmarks.rivals --minilm FOLDER --sst2 FOLDER
-
-Without the folders a BERT of MiniLM's shape is trained on random tokens, which takes as long. With
-`--padding longest --workers 2` the sentences' batches are padded to their longest, and made by
-worker processes, on both sides; making one takes far less time than a step, so that no worker is
-at work in the other side's turn. The loop has a process of its own, as its user's would: ours sets
-up the allocator. With MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=8589934592 in the environment
-the loop keeps freed memory, too. First, the losses of some steps are compared.
+Then two processes of one thread each, against the loop on all cores. The loop has a process of its
+own, as its user's would: ours sets up the allocator. With MALLOC_MMAP_MAX_=0 and
+MALLOC_TRIM_THRESHOLD_=8589934592 in the environment the loop keeps freed memory, too. First, the
+losses of some steps are compared. Run it as `python -m experiments.benchmarks.rivals`;
+`experiments.compare` has rivals on real sentences.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,8 +43,6 @@ from experiments.benchmarks.measuring.rounds import (
 )
 from experiments.benchmarks.measuring.timed_loop import (
     RivalTask,
-    Sentences,
-    add_folders,
     digits_task,
     sentences_task,
 )
@@ -64,16 +58,12 @@ BARS = Bars(
         "vs_plain_loop_two_processes": 0.9,
     }
 )
+TASKS: tuple[Callable[[], RivalTask], ...] = (digits_task, sentences_task)
 _FIRST_STEPS = 2
 SETTLE_S = 0.02
 """In which the other side's threads, which wait for work a while, go to sleep."""
 Seconds = list[tuple[float, float]]
 """Seconds of pairs of steps: the plain loop's, ours."""
-
-
-def tasks(sentences: Sentences) -> tuple[RivalTask, ...]:
-    """Return what is trained."""
-    return digits_task(), sentences_task(sentences)
 
 
 def in_one_process(task: RivalTask) -> dict[str, Seconds]:
@@ -112,9 +102,9 @@ def clipped(task: RivalTask) -> Seconds:
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
-def in_two_processes(sentences: Sentences, which: int) -> Seconds:
+def in_two_processes(build: Callable[[], RivalTask]) -> Seconds:
     """Time an epoch of pairs of steps; rank 0 leads the plain loop, which has all cores."""
-    task = tasks(sentences)[which]
+    task = build()
     with ExitStack() as stack:
         trainer = stack.enter_context(make_trainer(task, (0,)))
         loop = stack.enter_context(plain_loop(task)) if trainer.is_main_process else None
@@ -153,26 +143,27 @@ def whole_epoch(pairs: Seconds) -> float:
     return plain / ours
 
 
-def time_all(sentences: Sentences, which: int) -> dict[str, Seconds]:
+def time_all(build: Callable[[], RivalTask]) -> dict[str, Seconds]:
     """Time pairs of steps of one of the tasks, in every state and in two processes."""
-    found = in_one_process(tasks(sentences)[which])
-    two = found_by(in_two_processes, (sentences, which))
+    found = in_one_process(build())
+    two = found_by(in_two_processes, (build,))
     return {
         **found,
-        "mixed_depths": at_mixed_depths(tasks(sentences)[which]),
-        "clipped": clipped(tasks(sentences)[which]),
+        "mixed_depths": at_mixed_depths(build()),
+        "clipped": clipped(build()),
         "two_processes": two,
     }
 
 
-def compare(sentences: Sentences) -> dict[str, object]:
+def compare() -> dict[str, object]:
     """Run all, say a line for each, and return what the JSON line holds."""
     states: dict[str, list[Ratio]] = {}
     detail: dict[str, object] = {}
     differences: dict[str, float] = {}
-    for which, task in enumerate(tasks(sentences)):
+    for build in TASKS:
+        task = build()
         differences[task.name] = verify_losses(task)
-        for state, pairs in time_all(sentences, which).items():
+        for state, pairs in time_all(build).items():
             ratio = plain_over_ours(pairs)
             states.setdefault(state, []).append(ratio)
             plain, ours = (1e3 * float(np.median(column)) for column in zip(*pairs, strict=True))
@@ -201,25 +192,18 @@ def compare(sentences: Sentences) -> dict[str, object]:
         "vs_plain_loop_two_processes": worse("two_processes"),
         "vs_plain_loop_clipped": worse("clipped"),
         "losses_differ_by": differences,
-        "padding": sentences.padding,
-        "workers": sentences.num_workers,
         "detail": detail,
     }
 
 
 def main() -> int:
     """Compare; fail where ours is slower than it may be."""
-    parser = argparse.ArgumentParser(description="Compare with a plain loop that freezes alike.")
-    add_folders(parser)
-    parser.add_argument("--padding", choices=("max_length", "longest"), default="max_length")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read sentences")
-    options = parser.parse_args()
+    argparse.ArgumentParser(
+        description="Compare with a plain loop that freezes alike."
+    ).parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(num_cores())
-    found = compare(
-        Sentences(options.minilm, options.sst2, options.padding, num_workers=options.workers)
-    )
-    return conclude(found, BARS)
+    return conclude(compare(), BARS)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: 
         task.dataset,
         optimizer=adamw(LEARNING_RATE),
         global_batch_size=task.batch_size,
-        num_workers=task.num_workers,
-        collate_fn=task.collate_fn,
         device="cpu",
         **{**usual, **settings},
     )

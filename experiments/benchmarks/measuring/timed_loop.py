@@ -7,30 +7,28 @@ compared.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from autodp import EpochSampler, shuffled
+from experiments.gpu_check.workloads import Rows, own_loss
+from experiments.random_models import bert
 from pipetransformer import adamw
-from pipetransformer.config import CollateFunction
 from pipetransformer.demo import build_model, load_digits_split
 from pipetransformer.feed import SizedDataset
 from pipetransformer.model import adapt
 
 BATCH_SIZE = 32
 NUM_SAMPLES = 37 * BATCH_SIZE
-SENTENCE_LENGTH, LONGEST_SENTENCE = 32, 128
-"""Tokens of all sentences, and of the longest where each batch is padded to its own."""
+SENTENCE_LENGTH = 32
+"""In tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class RivalTask:
         dataset: as the Trainer takes it; a multiple of the batch size.
         loss_of: the loss that the model gives a batch of the plain loop.
         batch_size: samples of a step.
-        num_workers: processes that read ahead, each as far as DataLoader does by default.
-        collate_fn: makes a batch; None stacks.
     """
 
     name: str
@@ -54,8 +50,6 @@ class RivalTask:
     dataset: SizedDataset
     loss_of: Callable[[nn.Module, Any], Tensor]
     batch_size: int = BATCH_SIZE
-    num_workers: int = 0
-    collate_fn: CollateFunction | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -63,50 +57,10 @@ class RivalTask:
         return len(self.dataset) // self.batch_size
 
 
-@dataclass(frozen=True)
-class Sentences:
-    """State on which sentences a BERT of MiniLM's shape is trained, and how they are read.
-
-    Args:
-        minilm: a folder with a model and its tokenizer; None takes random weights.
-        sst2: GLUE's folder of SST-2, with train.tsv; None, or no model, takes random tokens.
-        padding: "longest" pads to the longest of a batch, with transformers' collator;
-            "max_length" pads all to SENTENCE_LENGTH beforehand.
-        num_workers: processes that read ahead.
-    Raises:
-        ValueError: random tokens, which are of one length, are to be padded.
-    """
-
-    minilm: str | None = None
-    sst2: str | None = None
-    padding: Literal["longest", "max_length"] = "max_length"
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        if self.padding == "longest" and not (self.minilm and self.sst2):
-            raise ValueError(
-                "padding is 'longest', but random tokens are all of one length; give the folders "
-                "of MiniLM, with its tokenizer, and of SST-2, or choose 'max_length'"
-            )
-
-
-def add_folders(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a model and its sentences; see `Sentences`."""
-    parser.add_argument("--minilm", help="folder with MiniLM and its tokenizer")
-    parser.add_argument("--sst2", help="GLUE's folder of SST-2")
-
-
 def classes_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss of images' classes."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels)
-
-
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that transformers' model returns."""
-    loss = model(**batch).loss
-    assert isinstance(loss, Tensor)
-    return loss
 
 
 def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
@@ -121,21 +75,23 @@ def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
     )
 
 
-def sentences_task(sentences: Sentences) -> RivalTask:
-    """Return MiniLM on SST-2, or where they are not given random ones of their shapes."""
-    dataset: SizedDataset = _random_sentences()
-    name, collate_fn = "BERT of MiniLM's shape on random tokens", None
-    if sentences.minilm and sentences.sst2:
-        name = "MiniLM on SST-2"
-        dataset, collate_fn = _tokenized(sentences.minilm, sentences.sst2, sentences.padding)
+def sentences_task() -> RivalTask:
+    """Return a BERT of MiniLM's shape on random tokens, which take as long as real sentences."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_SAMPLES, SENTENCE_LENGTH)
+    sentences = Rows(
+        {
+            "input_ids": torch.randint(30522, shape, generator=generator),
+            "attention_mask": torch.ones(shape, dtype=torch.int64),
+            "labels": torch.randint(2, shape[:1], generator=generator),
+        }
+    )
     return RivalTask(
-        name,
+        "BERT of MiniLM's shape on random tokens",
         6,
-        partial(_build_minilm, sentences.minilm),
-        dataset,
+        partial(bert, 384, 6, heads=12, dropout=0.1),
+        sentences,
         own_loss,
-        num_workers=sentences.num_workers,
-        collate_fn=collate_fn,
     )
 
 
@@ -158,8 +114,6 @@ class TimedLoop:
             DataLoader(
                 task.dataset,  # type: ignore[arg-type]
                 batch_sampler=_TrainersOrder(len(task.dataset), task.batch_size),
-                num_workers=task.num_workers,
-                collate_fn=task.collate_fn,
             )
         )
 
@@ -181,10 +135,7 @@ class TimedLoop:
 
 
 class _TrainersOrder(Iterable[list[int]]):
-    """Give the samples of every step without an end, as a Trainer of seed 0 takes them.
-
-    An epoch's end so lets the plain loop's workers read on, as it does the Trainer's.
-    """
+    """Give the samples of every step without an end, as a Trainer of seed 0 takes them."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         self._num_samples, self._batch_size = num_samples, batch_size
@@ -195,67 +146,3 @@ class _TrainersOrder(Iterable[list[int]]):
         for epoch in itertools.count():
             for first in range(0, num, size):
                 yield sampler.global_batch(epoch, first, size).tolist()
-
-
-def _build_minilm(folder: str | None) -> nn.Module:
-    # transformers takes seconds to import, and only those who build the model need it.
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    if folder is not None:
-        model: nn.Module = BertForSequenceClassification.from_pretrained(folder, num_labels=2)
-        return model
-    config = BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-    )
-    return BertForSequenceClassification(config)
-
-
-def _tokenized(
-    minilm: str, sst2: str, padding: str
-) -> tuple[SizedDataset, CollateFunction | None]:
-    """Return the samples, and what makes a batch of those that are not padded yet."""
-    from transformers import AutoTokenizer, DataCollatorWithPadding
-
-    with open(Path(sst2) / "train.tsv", encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1 : NUM_SAMPLES + 1]
-    tokenizer = AutoTokenizer.from_pretrained(minilm)
-    pads_later = padding == "longest"
-    tokens = tokenizer(
-        [sentence for sentence, _ in rows],
-        padding=False if pads_later else padding,
-        truncation=True,
-        max_length=LONGEST_SENTENCE if pads_later else SENTENCE_LENGTH,
-        return_tensors=None if pads_later else "pt",
-    )
-    labels = [int(label) for _, label in rows]
-    if not pads_later:
-        return _Items({**tokens, "labels": torch.tensor(labels)}), None
-    columns = {**tokens, "labels": labels}
-    samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return samples, DataCollatorWithPadding(tokenizer)
-
-
-def _random_sentences() -> SizedDataset:
-    generator = torch.Generator().manual_seed(0)
-    shape = (NUM_SAMPLES, SENTENCE_LENGTH)
-    return _Items(
-        {
-            "input_ids": torch.randint(30522, shape, generator=generator),
-            "attention_mask": torch.ones(shape, dtype=torch.int64),
-            "labels": torch.randint(2, shape[:1], generator=generator),
-        }
-    )
-
-
-class _Items(Dataset[dict[str, Tensor]]):
-    """Give samples as mappings, as data sets of transformers do."""
-
-    def __init__(self, columns: dict[str, Tensor]) -> None:
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._columns["labels"])
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: column[index] for name, column in self._columns.items()}
