@@ -29,6 +29,7 @@ OF_OURS = (
     "freeze_interval_steps",
     "freeze_interval_share",
     "plan_only",
+    "checkpoint_every_epochs",
 )
 """Options that plain loops do not take."""
 OF_ONE: Mapping[str, str] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from pipetransformer import CorruptCheckpointError
 from pipetransformer.checkpoint import CHECKPOINTS, published
 from pipetransformer.durable_files import hash_json
 
-SAVED_LOOP = "loop.safetensors"
-"""A plain loop as of the end of an epoch, in a run's folder until that is complete."""
 _OPTIONS_FILE = "options.json"
 """What a run of ours was asked for, in its folder from the start on."""
 _NUM_SAMPLES = 64
@@ -30,23 +27,17 @@ _MAY_CHANGE = {
 
 
 def has_saved(folder: Path) -> bool:
-    """Return whether a killed run, of ours or a rival, has saved what it can go on from."""
-    if (folder / SAVED_LOOP).exists():
-        return True
+    """Return whether a killed run has saved what it can go on from."""
     try:
         return (folder / CHECKPOINTS).exists() and bool(published(folder / CHECKPOINTS))
     except CorruptCheckpointError:
         return True  # Something was, and is not to be thrown away.
 
 
-def refuse_another_kind(folder: Path, *, is_plain: bool) -> None:
-    """Raise a ValueError where a folder holds a killed run of ours, or of a rival, and now trains
-    the other.
-    """
-    if is_plain and (folder / _OPTIONS_FILE).exists():
+def refuse_ours(folder: Path) -> None:
+    """Raise a ValueError where a folder in which a rival is to train holds a run of ours."""
+    if (folder / _OPTIONS_FILE).exists():
         raise ValueError(f"{folder} holds records of ours; give a new --output_dir")
-    if not is_plain and (folder / SAVED_LOOP).exists():
-        raise ValueError(f"{folder} holds a rival that was killed; give a new --output_dir")
 
 
 def asked_for(options: RunOptions, workload: Workload) -> dict[str, Any]:
@@ -61,15 +52,6 @@ def asked_for(options: RunOptions, workload: Workload) -> dict[str, Any]:
     return plain
 
 
-def refuse_others(folder: Path, had: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names what the run in a folder had otherwise than is asked now."""
-    if other := sorted(name for name in {**had, **asked} if had.get(name) != asked.get(name)):
-        raise ValueError(
-            f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
-            "a new --output_dir"
-        )
-
-
 def note_or_refuse(options: RunOptions, workload: Workload) -> None:
     """Refuse to go on with a killed run of ours that was asked for otherwise; else note what this
     one is asked for.
@@ -81,7 +63,12 @@ def note_or_refuse(options: RunOptions, workload: Workload) -> None:
     path, is_first = folder / _OPTIONS_FILE, os.environ.get("RANK", "0") == "0"
     # What was decided is repeated even where nothing was saved.
     if path.exists() and (has_saved(folder) or (folder / JOURNAL_FILE).exists()):
-        refuse_others(folder, json.loads(path.read_text()), asked)
+        had = json.loads(path.read_text())
+        if other := sorted(name for name in {**had, **asked} if had.get(name) != asked.get(name)):
+            raise ValueError(
+                f"{folder} holds a killed run with another {', '.join(other)}; give the same, or "
+                "a new --output_dir"
+            )
         if is_first:
             print(f"{folder}: goes on with the run that was killed")
     elif is_first:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from experiments.finetune import elastic
 from experiments.finetune.baselines import PLAIN
-from experiments.finetune.killed_run import refuse_another_kind
+from experiments.finetune.killed_run import refuse_ours
 from experiments.finetune.options import RunOptions, check, parse
 from experiments.finetune.usage import as_usage
 from experiments.rivals import plain_loop
@@ -57,8 +57,8 @@ def run(kind: type[Own], describe: Describe, arguments: Sequence[str] | None) ->
         specific, options = parse((kind, RunOptions), arguments)
         check(options)
         specific.check(options)
-        folder = Path(options.output_dir)
-        refuse_another_kind(folder, is_plain=options.baseline in PLAIN)
+        if options.baseline in PLAIN:
+            refuse_ours(Path(options.output_dir))
     if options.smoke:
         specific, options = _as_smoke(specific), _as_smoke(options)
     if options.processes > 1 and world_size() == 1:

@@ -2,5 +2,4 @@
 
 plain_loop ─► models: what each baseline trains · frozen_part: what freezes, and is kept
            ─► views of augmented samples · judging: outputs and metrics
-           ─► saved_loop: what a killed one goes on from
 """

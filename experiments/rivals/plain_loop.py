@@ -34,14 +34,12 @@ from torch.utils.data import DataLoader
 from autodp import EpochOrder, broadcast_json, mix_seed, shuffled, shuffled_by_length
 from experiments.finetune.baselines import KEEPS
 from experiments.finetune.freezing import FrozenAt, frozen_at
-from experiments.finetune.killed_run import SAVED_LOOP, asked_for, refuse_others
 from experiments.finetune.options import RunOptions
 from experiments.finetune.outputs import Outcome, write_outcome
 from experiments.finetune.usage import as_usage
 from experiments.rivals.frozen_part import FrozenPart
 from experiments.rivals.judging import judged
 from experiments.rivals.models import build_model, without_lora
-from experiments.rivals.saved_loop import read_plain, restore_loop, save_loop
 from experiments.rivals.views import Views
 from experiments.tasks.workload import Workload
 from pipetransformer import named_optimizer, named_schedule
@@ -84,7 +82,6 @@ def train(options: RunOptions, workload: Workload) -> None:
             state, processor = model.state_dict(), workload.processing_class
             write_model_folder(model, state, folder / "model", processor)
             write_outcome(options, workload, outcome, found)
-            (folder / SAVED_LOOP).unlink(missing_ok=True)
     finally:
         world.close()
 
@@ -111,30 +108,28 @@ class PlainLoop:
         self.max_steps = min(of_epochs, options.max_steps or of_epochs)
         self._refuse_depths()
         self.log: list[dict[str, Any]] = []
-        self.step, self.train_s, self.earlier_s = 0, 0.0, 0.0
+        self.step, self.train_s = 0, 0.0
 
     def run(self) -> tuple[Outcome, dict[str, PredictionOutput]]:
         """Train to the end; return what came of it."""
         options, workload = self.options, self.workload
-        with as_usage():
-            first_epoch = self._go_on()
+        if options.baseline == "short":
+            self.max_steps = self._steps_in(options.budget_s or 0.0)
         order, start = self._order(options.global_batch_size), time.perf_counter()
         num_epochs = -(-self.max_steps // self.steps_per_epoch)
-        for epoch in range(first_epoch, num_epochs):
-            # So that masks of dropout do not depend on whether a run was killed.
+        for epoch in range(num_epochs):
+            # So that masks of dropout do not depend on what has been evaluated.
             torch.manual_seed(mix_seed(options.seed, epoch, self.world.rank))
             ids = self._in_view(order(epoch), epoch)
             self._train_epoch(ids, epoch, is_last=epoch == num_epochs - 1)
-            if self.step < self.max_steps:
-                if _is_due(options.evaluate_every_epochs, epoch):
-                    metrics = self.evaluate(workload.eval_dataset).metrics
-                    self.log.append({"kind": "evaluation", "step": self.step, **metrics})
-                if _is_due(options.checkpoint_every_epochs, epoch) and self.world.is_main:
-                    self._save(epoch + 1, self.earlier_s + time.perf_counter() - start)
+            every = options.evaluate_every_epochs
+            if self.step < self.max_steps and every and (epoch + 1) % every == 0:
+                metrics = self.evaluate(workload.eval_dataset).metrics
+                self.log.append({"kind": "evaluation", "step": self.step, **metrics})
         found = {"": self.evaluate(workload.eval_dataset)}
         metrics = dict(found[""].metrics)
         self.log.append({"kind": "evaluation", "step": self.step, **metrics})
-        total_s = self.earlier_s + time.perf_counter() - start
+        total_s = time.perf_counter() - start
         for name, dataset in workload.further.items():
             found[name] = self.evaluate(dataset)
             metrics |= {f"{name}_{key}": value for key, value in found[name].metrics.items()}
@@ -154,41 +149,6 @@ class PlainLoop:
             self.log.append({"kind": "step", "step": self.step, "epoch": epoch, **record})
             self.train_s, self.step, begin = self.train_s + now - begin, self.step + 1, now
             self._freeze(self.step, epoch)
-
-    def _go_on(self) -> int:
-        """Take up a killed run, if there is one; return the epoch to begin with.
-
-        Raises:
-            ValueError: it had other options.
-        """
-        folder = Path(self.options.output_dir)
-        (is_saved,) = broadcast_json([(folder / SAVED_LOOP).exists()], group=self.world.group)
-        if not is_saved:
-            if self.options.baseline == "short":
-                self.max_steps = self._steps_in(self.options.budget_s or 0.0)
-            return 0
-        plain = read_plain(folder)
-        refuse_others(folder, plain["options"], asked_for(self.options, self.workload))
-        restore_loop(folder, self.model, self.optimizer)
-        self.scaler.load_state_dict(plain["scaler"])
-        self.max_steps, self.log, self.step = plain["max_steps"], plain["log"], plain["step"]
-        self.train_s, self.earlier_s = plain["train_s"], plain["total_s"]
-        if self.world.is_main:
-            print(f"{folder}: goes on with the run that was killed, at step {self.step}")
-        return int(plain["epoch"])
-
-    def _save(self, epoch: int, total_s: float) -> None:
-        plain = {
-            "options": asked_for(self.options, self.workload),
-            "scaler": self.scaler.state_dict(),
-            "max_steps": self.max_steps,
-            "log": self.log,
-            "step": self.step,
-            "train_s": self.train_s,
-            "total_s": total_s,
-            "epoch": epoch,
-        }
-        save_loop(Path(self.options.output_dir), self.model, self.optimizer, plain)
 
     def evaluate(self, dataset: Any) -> PredictionOutput:
         """Return outputs and metrics over a data set; every process goes through all of it."""
@@ -338,10 +298,6 @@ def _frozen_at(options: RunOptions) -> FrozenAt:
     if options.baseline == "static":
         return lambda step, epoch: options.static_layers
     return frozen_at(options.freeze, options.replay)
-
-
-def _is_due(every: int, epoch: int) -> bool:
-    return every > 0 and (epoch + 1) % every == 0
 
 
 def own_part(whole: Tensor, rank: int, size: int) -> Part:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from experiments import vit
 from experiments.rivals.frozen_part import FrozenPart
-from experiments.rivals.plain_loop import PlainLoop, own_part
-from experiments.rivals.saved_loop import SAVED_LOOP
+from experiments.rivals.plain_loop import own_part
 from tests.helpers.adapted import answerer, batch_for, classifier, targets_for
 from tests.helpers.marks import slow
 from tests.helpers.smoke_runs import losses, smoke
-
-WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize(("num", "size"), [(32, 2), (5, 4), (3, 4), (1, 3)])
@@ -67,33 +62,6 @@ def test_a_gradient_unclipped_and_a_rate_that_ends_above_zero_are_ours_in_a_riva
     smoke(tmp_path / "ddp", "--baseline", "ddp", *fast, *options)
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "ours"), abs=2e-4)
     assert len(set(losses(tmp_path / "ddp"))) > 1
-
-
-@pytest.mark.parametrize("baseline", ["short", "ddp+freeze+cache"])
-@pytest.mark.slow
-def test_a_killed_rival_goes_on_as_if_nothing_had_been(tmp_path: Path, baseline: str) -> None:
-    options = ["--baseline", baseline, "--checkpoint_every_epochs", "1", "--precision", "bf16"]
-    options += ["--budget_s", "1000"] if baseline == "short" else ["--freeze", "schedule:0,2"]
-    smoke(tmp_path / "whole", *options)
-    train = PlainLoop._train_epoch
-
-    def is_killed_in_the_second(
-        self: PlainLoop, ids: Tensor, epoch: int, *, is_last: bool
-    ) -> None:
-        train(self, ids, epoch, is_last=is_last)
-        if epoch == 1:
-            raise KeyboardInterrupt
-
-    with mock.patch.object(PlainLoop, "_train_epoch", is_killed_in_the_second):
-        with pytest.raises(KeyboardInterrupt):
-            smoke(tmp_path / "killed", *options)
-    with pytest.raises(ValueError, match="holds a killed run with another seed; give the same"):
-        smoke(tmp_path / "killed", *options, "--seed", "5")
-    smoke(tmp_path / "killed", *options)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    whole, killed = (load_file(tmp_path / n / "model" / WEIGHTS) for n in ("whole", "killed"))
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
-    assert not (tmp_path / "killed" / SAVED_LOOP).exists()
 
 
 @pytest.mark.slow
