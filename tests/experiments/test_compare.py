@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from experiments import compare
-from experiments.compare_policies import main
 from experiments.finetune.finished_run import draw_learning
 from experiments.finetune.series import series_of
 
@@ -84,15 +83,31 @@ def test_rows_are_trained_once_each_by_their_script(
         compare.main([*given, *rows])
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["ddp", "autos"], "--rows: "),
+        (["none", "short as auto"], "'short as auto' follows from the row 'auto'; add it"),
+        (["ddp", "short"], "follow from the row 'ours'; add it"),
+    ],
+)
+def test_rows_that_name_nothing_or_follow_from_nothing_are_refused(
+    rows: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.parse(["--script", "bert", "--recipe", "none", "--folder", "", "--rows", *rows])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_every_policy_gets_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, picture = tmp_path / "tiny.toml", tmp_path / "learning.png"
     recipe.write_text('task = "sst2"\nnum_train_epochs = 2\n')
-    main(
+    compare.main(
         [
             "--script", "bert", "--recipe", str(recipe), "--folder", str(tmp_path / "runs"),
-            "--seeds", "0", "--policies", "alpha:1/2", "auto", "--short", "alpha:1/2",
-            "--others", "static", "--static_layers", "1", "--interval", "0.25",
+            "--seeds", "0", "--rows", "none", "alpha:1/2", "auto", "static",
+            "short as alpha:1/2", "--static_layers", "1", "--interval", "0.25",
             "--picture", str(picture), "--", "--smoke",
         ]
     )  # fmt: skip
