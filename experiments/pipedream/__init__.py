@@ -1,5 +1,6 @@
 """Compare ways to share a model's work: replicas, pipelines with flushes, and without them.
 
-networks ─► ways: how a batch is trained on ─► trained: on this machine
-layer_graph ─► cuts ─► clusters ─► simulated: on described ones ◄─ drawn: schedules
+layer_graph ─► cuts, clusters ─► simulated: what each way takes on a described cluster
+networks ─┬─► staleness: what each rule of weight versions learns at its own rate
+          └─► drawn: schedules side by side, simulated and measured
 """

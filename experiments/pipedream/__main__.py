@@ -1,17 +1,16 @@
 """Compare data, model and pipeline parallelism as PipeDream's paper does.
 
-    python -m experiments.pipedream train --networks vgg16 alexnet transformer --picture ways.png
     python -m experiments.pipedream accuracy --network vgg16 --optimizer sgd --rates 0.003 0.01 \\
         --runs runs.jsonl
     python -m experiments.pipedream simulate graph.txt --clusters A B
     python -m experiments.pipedream draw --stages 4 --micro_batches 4 --picture schedules.png
 
-`train` trains small networks on scikit-learn's digits in every way, on as many CPU threads as
-there are workers, and says what staleness costs. `accuracy` tunes the rate of each rule, and
-trains with it from several seeds. `simulate` predicts every way for profiles as
-PipeDream's profiler writes them, on the machines of its paper, beside the published speed-ups.
-`draw` puts the schedules side by side, with their bubble, memory and communication beside the
-formulas. The last line is JSON.
+`accuracy` trains small networks on scikit-learn's digits, with flushes and without: it tunes the
+rate of each rule, and trains with it from several seeds. `simulate` predicts every way for
+profiles as PipeDream's profiler writes them, on the machines of its paper, beside the published
+speed-ups; `experiments.benchmarks.engine` times some of them on this machine. `draw` puts the
+schedules side by side, with their bubble, memory and communication beside the formulas. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -22,17 +21,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from experiments.finetune.series import markdown
-from experiments.pipedream import drawn, staleness, trained
+from experiments.pipedream import drawn, staleness
 from experiments.pipedream.clusters import CLUSTERS, PUBLISHED
 from experiments.pipedream.cuts import trimmed
 from experiments.pipedream.layer_graph import read_graph
 from experiments.pipedream.networks import NETWORKS
 from experiments.pipedream.simulated import predict
-from experiments.pipedream.ways import Setting
-from pipetransformer.demo import load_digits_split
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -43,17 +38,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ways = parser.add_subparsers(dest="what", required=True)
-    train = ways.add_parser("train", help="train in every way on this machine")
-    train.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    train.add_argument("--workers", type=int, default=2, help="threads: stages, or replicas")
-    train.add_argument("--micro_batches", type=int, default=8, help="of a batch")
-    train.add_argument("--batch_size", type=int, default=64)
-    train.add_argument("--epochs", type=int, default=8)
-    train.add_argument("--learning_rate", type=float, default=1e-3)
-    train.add_argument("--num_samples", type=int, help="of the 1,184 training images")
-    train.add_argument("--seed", type=int, default=0)
-    train.add_argument("--small", action="store_true", help="narrow networks, to try it")
-    train.add_argument("--picture", type=Path, help="draw accuracy over time into this file")
     accuracy = ways.add_parser("accuracy", help="train each rule of versions at its best rate")
     accuracy.add_argument("--network", choices=NETWORKS, required=True, help="a narrow one")
     accuracy.add_argument("--optimizer", choices=staleness.OPTIMIZERS, required=True)
@@ -75,32 +59,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     draw.add_argument("--simulated", action="store_true", help="measure nothing")
     draw.add_argument("--picture", type=Path, help="draw into this file")
     return parser.parse_args(arguments)
-
-
-def run_train(options: argparse.Namespace) -> None:
-    """Train, and print a table for each network."""
-    setting = Setting(options.workers, options.micro_batches, options.learning_rate)
-    course = trained.Course(
-        options.epochs, options.batch_size, options.num_samples, options.seed, options.small
-    )
-    num_samples = len(load_digits_split()[0])
-    if options.num_samples is not None:
-        num_samples = min(num_samples, options.num_samples)
-    if num_samples < options.batch_size:
-        raise ValueError(f"{num_samples} samples make no batch of {options.batch_size}; give more")
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.workers)
-    try:
-        learned = {}
-        for name in options.networks:
-            learned[name] = trained.train_network(name, setting, course)
-            whole = num_samples // options.batch_size * options.batch_size
-            print(f"{name}\n\n{trained.table(learned[name], samples_an_epoch=whole)}\n")
-    finally:
-        torch.set_num_threads(before)
-    if options.picture is not None:
-        trained.draw(learned, options.picture)
-    print(trained.as_json(learned))
 
 
 def run_accuracy(options: argparse.Namespace) -> None:
@@ -154,11 +112,9 @@ def run_draw(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one of the four."""
+    """Run one of the three."""
     options = parse(arguments)
-    {
-        "train": run_train, "accuracy": run_accuracy, "simulate": run_simulate, "draw": run_draw
-    }[options.what](options)  # fmt: skip
+    {"accuracy": run_accuracy, "simulate": run_simulate, "draw": run_draw}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,7 @@ from autopipe.schedule import (
 from autopipe.trace import Summary, as_bytes
 from experiments.figures import new_figure
 from experiments.finetune.series import markdown
-from experiments.pipedream.networks import transformer
-from experiments.pipedream.ways import loss_fn
+from experiments.pipedream.networks import loss_fn, transformer
 
 _BATCHES, _BLOCKS = 3, 2
 """Batches that are drawn and run; blocks of a measured stage."""

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from autopipe import StashedPipeline
 from autopipe.balance import balance_by_time
 from experiments.finetune.series import markdown
-from experiments.pipedream.networks import build
-from experiments.pipedream.ways import loss_fn
+from experiments.pipedream.networks import build, loss_fn
 from pipetransformer.demo import load_digits_split
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -111,7 +110,7 @@ def read(path: Path) -> dict[Run, Reached]:
 def train(run: Run) -> Reached:
     """Train one network by one rule."""
     (x, y), (test_x, test_y) = (split.tensors for split in load_digits_split())
-    network = build(run.network, seed=run.seed, small=True)
+    network = build(run.network, seed=run.seed)
     num_steps = len(x) // run.batch_size
     warm_up, last = run.warm_up * num_steps, run.epochs * num_steps
 

@@ -40,33 +40,8 @@ def profile_text(graph: LayerGraph) -> str:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_take_small_images(name: str) -> None:
-    network = build(name, seed=0, small=True)
+    network = build(name, seed=0)
     assert network(torch.zeros(3, 1, 32, 32)).shape == (3, 10)
-
-
-@pytest.mark.slow
-def test_ways_that_flush_learn_alike_and_others_hold_two_versions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "ways.png"
-    options = [
-        "--epochs",
-        "2",
-        "--num_samples",
-        "130",
-        "--batch_size",
-        "16",
-        "--micro_batches",
-        "4",
-    ]
-    main(["train", "--networks", "alexnet", "--small", *options, "--picture", str(picture)])
-    *_, last = capsys.readouterr().out.splitlines()
-    found = {one["name"]: one for one in json.loads(last)["alexnet"]}
-    flushed = [found[name] for name in ("data parallel", "model parallel", "GPipe", "1F1B")]
-    assert len({tuple(one["accuracies"]) for one in flushed}) == 1
-    assert [one["weight_versions"] for one in found.values()][:7] == [1, 1, 1, 1, 2, 2, 2]
-    assert all(len(one["epoch_s"]) == 2 for one in found.values())
-    assert picture.stat().st_size > 0
 
 
 def test_a_wide_last_layer_is_not_replicated() -> None:
