@@ -34,7 +34,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from experiments.gpu_check import loops
+from experiments.gpu_check import loops, part_loops
+from experiments.gpu_check.part_cases import ONE_CORE, TINY, PartCase, Size, part_cases
 from experiments.gpu_check.workloads import (
     EPS,
     LoopCase,
@@ -47,8 +48,6 @@ from experiments.gpu_check.workloads import (
     sentences,
     some_images,
 )
-from experiments.part_cases import ONE_CORE, TINY, PartCase, Size, part_cases
-from experiments.part_loops import ByHand, Ours, PartLoop, Plain
 from experiments.random_models import bert, llama, vit, with_lora
 
 UNFROZEN, FROZEN, BY_HAND, ROWS = WAYS = ("unfrozen", "frozen", "by hand", "rows")
@@ -130,11 +129,31 @@ def _compare(contest: Contest) -> None:
 
 
 def _of_blocks(case: LoopCase, folder: Path, stack: ExitStack, *, kind: Any) -> Contest:
-    kinds: dict[str, Any] = {
-        UNFROZEN: loops.Plain, FROZEN: loops.Plain, BY_HAND: loops.Ideal,
-        ROWS: partial(kind, cache_folder=str(folder)),
-    }  # fmt: skip
-    made = {way: stack.enter_context(one(case, "cpu")) for way, one in kinds.items()}
+    """Hold rows of frozen blocks, by `kind`, beside loops without."""
+    return _contest(
+        case, stack, (loops.Plain, loops.Ideal, partial(kind, cache_folder=str(folder)))
+    )
+
+
+def _of_part(case: PartCase, folder: Path, stack: ExitStack, *, may_train: bool = True) -> Contest:
+    """Hold rows of a frozen part beside loops without."""
+    ours = partial(part_loops.Ours, cache_folder=str(folder))
+    kinds = (part_loops.Plain, part_loops.ByHand, ours)
+    return _contest(case, stack, kinds, may_train=may_train)
+
+
+def _contest(
+    case: LoopCase,
+    stack: ExitStack,
+    kinds: tuple[Any, Any, Any],
+    *,
+    may_train: bool = True,
+) -> Contest:
+    plain, by_hand, ours = kinds
+    of_ways = {FROZEN: plain, BY_HAND: by_hand, ROWS: ours}
+    if may_train:
+        of_ways = {UNFROZEN: plain, **of_ways}
+    made = {way: stack.enter_context(one(case, "cpu")) for way, one in of_ways.items()}
     return Contest(
         {way: partial(loop.epoch, _num_frozen(case, way)) for way, loop in made.items()},
         {way: partial(_losses_of, loop) for way, loop in made.items()},
@@ -147,38 +166,6 @@ def _num_frozen(case: LoopCase, way: str) -> int:
 
 def _losses_of(loop: loops.Loop) -> list[float]:
     return loop.outcome().losses
-
-
-def _floats(loop: PartLoop) -> list[float]:
-    return [float(loss) for loss in loop.losses]
-
-
-class _Unfrozen(Plain):
-    """Train the part, too."""
-
-    def __init__(self, *case: Any) -> None:
-        super().__init__(*case)
-        self.part.requires_grad_(True)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, eps=1e-4)
-
-    def _set_modes(self) -> None:
-        self.model.train()
-
-
-def _of_part(case: PartCase, folder: Path, stack: ExitStack, *, may_train: bool = True) -> Contest:
-    made: dict[str, PartLoop] = {
-        FROZEN: Plain(case, "cpu"),
-        BY_HAND: ByHand(case, "cpu"),
-        ROWS: Ours(case, "cpu", cache_folder=str(folder)),
-    }
-    if may_train:
-        made = {UNFROZEN: _Unfrozen(case, "cpu"), **made}
-    for loop in made.values():
-        stack.callback(loop.close)
-    return Contest(
-        {way: loop.epoch for way, loop in made.items()},
-        {way: partial(_floats, loop) for way, loop in made.items()},
-    )
 
 
 def _sweep(cases: Sequence[LoopCase], folder: Path, stack: ExitStack) -> Contest:

@@ -10,6 +10,7 @@ table          the report for people
 pack           pretrained weights, images and sentences in one folder
 workloads      models and samples
 loops          the rival, the ideal (frozen activations in one tensor on the device), ours
+part_loops     the same where a module is frozen, of part_cases
 short_runs     runs that are held against each other
 phases/        what is proven and measured
 """

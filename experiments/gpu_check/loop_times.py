@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
 
@@ -40,15 +39,10 @@ def time_loops(
         # The first epoch, with nothing frozen, warms up; then one fills.
         for frozen in (0, 0, *[case.num_frozen] * (1 + num_warm)):
             for name, loop in loops.items():
-                found[name].append(epoch_ms(partial(_run, loop, frozen), device))
+                found[name].append(epoch_ms(loop, frozen, device))
         compare_losses({n: float(np.mean(one.outcome().losses)) for n, one in loops.items()})
     states = {"unfrozen": slice(1, 2), "filling": slice(2, 3), "warm": slice(3, None)}
     note_times(findings, case.name, found, states, ideal="ideal")
-
-
-def _run(loop: Loop, num_frozen: int) -> int:
-    loop.epoch(num_frozen)
-    return loop.case.steps_per_epoch
 
 
 def note_times(
@@ -91,15 +85,12 @@ def compare_losses(means: Mapping[str, float]) -> None:
             raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {means}")
 
 
-def epoch_ms(run: Callable[[], int], device: str) -> tuple[float, float]:
-    """Return an epoch's time a step, and the main thread's own, in ms.
-
-    Args:
-        run: returns the number of steps.
-    """
+def epoch_ms(loop: Loop, num_frozen: int, device: str) -> tuple[float, float]:
+    """Train an epoch; return its time a step, and the main thread's own, in ms."""
+    num = loop.case.steps_per_epoch
     synchronize(device)
     start, own = time.perf_counter(), time.thread_time()
-    num = run()
+    loop.epoch(num_frozen)
     own = time.thread_time() - own  # Before the wait, in which this thread may spin.
     synchronize(device)
     return 1e3 * (time.perf_counter() - start) / num, 1e3 * own / num

@@ -11,15 +11,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from experiments.gpu_check.findings import Findings, Setting
 from experiments.gpu_check.loop_times import compare_losses, epoch_ms, note_times
-from experiments.gpu_check.loops import Outcome
+from experiments.gpu_check.loops import Loop
+from experiments.gpu_check.part_cases import LARGE, TINY, PartCase, part_cases
+from experiments.gpu_check.part_loops import ByHand, Ours, Plain
 from experiments.gpu_check.short_runs import IN_FLOAT64, compared
-from experiments.part_cases import LARGE, TINY, PartCase, part_cases
-from experiments.part_loops import ByHand, Ours, PartLoop, Plain
+
+_EPOCHS = (1, 1, 1)
+"""In all of them the part is frozen."""
 
 
 def run(findings: Findings, setting: Setting) -> None:
@@ -38,13 +42,13 @@ def run(findings: Findings, setting: Setting) -> None:
 
 
 def _exact(case: PartCase, device: str, place: str, **settings: Any) -> dict[str, Any]:
-    ours = Ours(case, device, cache_device=place, **settings)
-    plain = _trained(Plain(case, device))
-    compared(_trained(ByHand(case, device)), plain, IN_FLOAT64)
-    found = compared(_trained(ours), plain, IN_FLOAT64)
-    if ours.num_read != len(case.rows):
-        raise ValueError(f"{ours.num_read} rows were read, not {len(case.rows)}")
-    return {**found, "rows_read": ours.num_read}
+    plain = Plain(case, device).trained(_EPOCHS)
+    compared(ByHand(case, device).trained(_EPOCHS), plain, IN_FLOAT64)
+    ours = Ours(case, device, cache_device=place, **settings).trained(_EPOCHS)
+    found = compared(ours, plain, IN_FLOAT64)
+    if ours.rows_read != len(case.rows):
+        raise ValueError(f"{ours.rows_read} rows were read, not {len(case.rows)}")
+    return {**found, "rows_read": ours.rows_read}
 
 
 def _released(case: PartCase, device: str, folder: str) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def _released(case: PartCase, device: str, folder: str) -> dict[str, Any]:
 
     def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
         # The first weight stays: code asks it for the device.
-        left = [*model.get_submodule(case.part).parameters()][1:]
+        left = [*model.get_submodule(case.blocks).parameters()][1:]
         had_memory.append(any(one.device.type == "cuda" for one in left))
         return case.loss_of(model, batch)
 
@@ -65,39 +69,26 @@ def _released(case: PartCase, device: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def _trained(loop: PartLoop) -> Outcome:
-    """Train three epochs, and close."""
-    try:
-        for _ in range(3):
-            loop.epoch()
-        weights = {name: tensor.cpu() for name, tensor in loop.model.state_dict().items()}
-        return Outcome([float(loss) for loss in loop.losses], weights)
-    finally:
-        loop.close()
-
-
 def _timed(findings: Findings, case: PartCase, setting: Setting, places: tuple[str, ...]) -> None:
     """Time whole epochs, their starts included, in turn; a first round of loops warms up."""
     device, num_warm = setting.device, 2 if setting.tiny else 4
-    dtype: torch.dtype | None = torch.bfloat16
-    if case.name == "smolvlm":
-        # transformers writes images among float32 embeddings, where autocast makes them bfloat16.
-        case, dtype = case.in_dtype(torch.bfloat16), None
+    # transformers writes images among float32 embeddings, where autocast makes them bfloat16.
+    case = (
+        case.in_dtype(torch.bfloat16)
+        if case.name == "smolvlm"
+        else replace(case, autocast_to=torch.bfloat16)
+    )
     for is_warm_up in (True, False):
-        loops: dict[str, PartLoop] = {
-            name: loop(case, device, dtype)
-            for name, loop in (("plain", Plain), ("by hand", ByHand))
-        }
+        loops: dict[str, Loop] = {"plain": Plain(case, device), "by hand": ByHand(case, device)}
         for place in places:
-            loops[f"ours, rows in {place}"] = Ours(case, device, dtype, cache_device=place)
+            loops[f"ours, rows in {place}"] = Ours(case, device, cache_device=place)
         with ExitStack() as stack:
             for loop in loops.values():
                 stack.callback(loop.close)
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
             for _ in range(1 if is_warm_up else 1 + num_warm):
                 for name, loop in loops.items():
-                    found[name].append(epoch_ms(loop.epoch, device))
-            means = {n: float(torch.stack(one.losses).mean()) for n, one in loops.items()}
-            compare_losses(means)
+                    found[name].append(epoch_ms(loop, 1, device))
+            compare_losses({n: float(np.mean(one.outcome().losses)) for n, one in loops.items()})
     states = {"filling": slice(0, 1), "warm": slice(1, None)}
     note_times(findings, case.name, found, states, ideal="by hand")

@@ -59,13 +59,8 @@ def _warm_ms(loop: ByTrainer, device: str, num_warm: int) -> float:
     """Train an epoch unfrozen, one that fills, and warm ones; return the time of their steps."""
     times = []
     for frozen in (0, *[loop.case.num_frozen] * (1 + num_warm)):
-        times.append(epoch_ms(partial(_epoch, loop, frozen), device)[0])
+        times.append(epoch_ms(loop, frozen, device)[0])
     return median(times[2:])
-
-
-def _epoch(loop: ByTrainer, num_frozen: int) -> int:
-    loop.epoch(num_frozen)
-    return loop.case.steps_per_epoch
 
 
 @contextmanager

@@ -10,7 +10,6 @@ Weights are random, and nothing drops out. On one core a part is most of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.gpu_check.workloads import NUM_CLASSES, image_loss, own_loss, random_images
+from experiments.gpu_check.workloads import (
+    EPS,
+    NUM_CLASSES,
+    LoopCase,
+    image_loss,
+    own_loss,
+    random_images,
+)
 
 Items = list[dict[str, Tensor]]
 
@@ -28,22 +34,18 @@ _TILES, _TOKENS = 4, 8
 
 
 @dataclass(frozen=True)
-class PartCase:
-    """Describe what loops train.
+class PartCase(LoopCase):
+    """Describe what loops train; in place of a list of blocks a module freezes.
 
     Args:
-        build: makes the model; every call the same one.
-        part: the frozen module's name.
+        blocks: that module's name.
         field: what the model reads of the part's answer; None where that is a tensor.
         entries: that the part returns for a sample.
     """
 
-    name: str
-    build: Callable[[], nn.Module]
-    part: str
-    rows: Items
-    loss_of: Callable[[nn.Module, Any], Tensor]
-    batch_size: int
+    num_frozen: int = 1
+    autocast_to: torch.dtype | None = None
+    eps: float = EPS
     field: str | None = None
     entries: int = 1
 
@@ -172,7 +174,7 @@ def _clip(size: Size) -> PartCase:
     })  # fmt: skip
     part, field = "vision_model", "pooler_output"
     return PartCase(
-        "clip", partial(_build_clip, size), part, rows, _match_loss, size.batch_size, field
+        "clip", partial(_build_clip, size), part, rows, _match_loss, size.batch_size, field=field
     )
 
 
