@@ -1,4 +1,4 @@
-"""Prove that the commands on the pages of results name scripts that are here."""
+"""Prove that the commands on the pages of results and of experiments name scripts here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 GONE = "The program is gone since"
 PAGES = [
     page
-    for page in sorted(ROOT.glob("experiments/results/*/README.md"))
+    for page in [
+        ROOT / "experiments/README.md",
+        *sorted(ROOT.glob("experiments/results/*/README.md")),
+    ]
     if GONE not in page.read_text()
 ]
 
