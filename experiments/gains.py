@@ -10,7 +10,8 @@
 
 Epochs of all four are run in turn. Times are CPU seconds of one thread, starts included; losses of
 the last three ways must be equal. Started again, it goes on behind the last use that it has
-measured. Without real data models and samples are random, and accuracies are left out.
+measured. Without real data models and samples are random. `experiments.when_it_pays` has
+accuracies.
 """
 
 from __future__ import annotations
@@ -23,16 +24,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from experiments.gpu_check import loops, part_loops
 from experiments.gpu_check.part_cases import ONE_CORE, TINY, PartCase, Size, part_cases
@@ -71,23 +70,12 @@ class Use:
         what: with its sizes.
         contest: begins it, with a folder for rows.
         num_later: epochs behind the first.
-        accuracy: trains with a seed, frozen or not, and returns percent; None of random data.
     """
 
     name: str
     what: str
     contest: Callable[[Path, ExitStack], Contest]
     num_later: int = 2
-    accuracy: Callable[[int, bool], float] | None = None
-
-    def pieces(self) -> dict[str, Callable[[], Any]]:
-        """Return what is measured of it by itself, by name."""
-        found: dict[str, Callable[[], Any]] = {"times": partial(times_of, self)}
-        if self.accuracy is not None:
-            for seed, is_frozen in product(range(3), (False, True)):
-                name = f"{FROZEN if is_frozen else UNFROZEN}, seed {seed}"
-                found[name] = partial(self.accuracy, seed, is_frozen)
-        return found
 
 
 def times_of(use: Use) -> dict[str, Any]:
@@ -213,18 +201,14 @@ def uses(data: str | None, minilm: str | None, *, tiny: bool = False) -> list[Us
     """Return all uses, with what data there is."""
     size = TINY if tiny else ONE_CORE
     parts = {case.name: case for case in part_cases(size)}
-    texts = partial(_minilm, data, minilm, 64 if tiny else 1500)
-    few = replace(texts(0), rows=Rows(texts(0).rows.columns, 32 if tiny else 512))
-    photos = partial(_vit_s, data, 32 if tiny else 600, 28 if tiny else 98)
-    is_real = not tiny and data is not None
-    tests = partial(_held_out_sentences, data), partial(some_images, data, "test", 500, 98)
+    texts = _minilm(data, minilm, 64 if tiny else 1500)
+    few = replace(texts, rows=Rows(texts.rows.columns, 32 if tiny else 512))
+    photos = _vit_s(data, 32 if tiny else 600, 28 if tiny else 98)
     return [
         Use("own loop", "MiniLM, 4 of 6 blocks frozen, SST-2, 1,500 sentences of 64 tokens",
-            partial(_of_blocks, texts(0), kind=loops.Attached),
-            accuracy=partial(_accuracy, texts, tests[0]) if is_real and minilm else None),
+            partial(_of_blocks, texts, kind=loops.Attached)),
         Use("our Trainer", "ViT-S, 8 of 12 blocks frozen, CIFAR-10, 600 images of 98 px",
-            partial(_of_blocks, photos(0), kind=partial(loops.ByTrainer, num_frozen=8)),
-            accuracy=partial(_accuracy, photos, tests[1]) if is_real else None),
+            partial(_of_blocks, photos, kind=partial(loops.ByTrainer, num_frozen=8))),
         Use("a sweep of eight", "MiniLM, eight rates, 2 epochs each, 512 sentences",
             partial(_sweep, [replace(few, learning_rate=rate) for rate in _RATES]), num_later=0),
         Use("a head on a backbone", "ResNet-18 below a linear head, 512 images of 64 px",
@@ -240,9 +224,9 @@ def uses(data: str | None, minilm: str | None, *, tiny: bool = False) -> list[Us
     ]  # fmt: skip
 
 
-def _minilm(data: str | None, weights: str | None, num: int, seed: int) -> LoopCase:
+def _minilm(data: str | None, weights: str | None, num: int) -> LoopCase:
     def build() -> nn.Module:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         if weights is None:
             return bert(384, 6, heads=12)
         from transformers import AutoModelForSequenceClassification
@@ -257,9 +241,9 @@ def _minilm(data: str | None, weights: str | None, num: int, seed: int) -> LoopC
     return LoopCase(name, build, blocks, rows, own_loss, 32, 4, None, eps=EPS)
 
 
-def _vit_s(data: str | None, num: int, pixels: int, seed: int) -> LoopCase:
+def _vit_s(data: str | None, num: int, pixels: int) -> LoopCase:
     def build() -> nn.Module:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return pretrained_vit(data, pixels)
 
     rows = Rows(some_images(data, "train", num, pixels).columns, num)
@@ -290,27 +274,6 @@ def _distilled(size: Size) -> PartCase:
     return PartCase("distillation", build, "teacher", rows, _distil_loss, size.batch_size)
 
 
-def _accuracy(
-    case_of: Callable[[int], LoopCase], test: Callable[[], Rows], seed: int, is_frozen: bool
-) -> float:
-    """Train three epochs, the later two frozen or not; return percent of held-out samples."""
-    case, rows = case_of(seed), test()
-    with closing(loops.Plain(case, "cpu")) as loop:
-        for number in range(3):
-            loop.epoch(case.num_frozen if is_frozen and number else 0)
-        model, num_right = loop.model.eval(), 0
-        with torch.no_grad():
-            for batch in DataLoader(rows, 100):
-                labels = batch.pop("y" if "y" in batch else "labels")
-                answer = model(batch["x"]) if "x" in batch else model(**batch).logits
-                num_right += int((answer.argmax(dim=1) == labels).sum())
-    return round(100 * num_right / len(rows), 2)
-
-
-def _held_out_sentences(data: str | None) -> Rows:
-    return Rows({name: one[3000:] for name, one in sentences(data, 0, 64).columns.items()})
-
-
 def table(found: Mapping[str, Mapping[str, Any]], all_uses: Sequence[Use]) -> str:
     """Return the table by use, of what is there; seconds are those of 3 epochs / 10."""
     head = ["use", "", *(f"{way}, s" for way in WAYS), "rows, MB"]
@@ -320,7 +283,7 @@ def table(found: Mapping[str, Mapping[str, Any]], all_uses: Sequence[Use]) -> st
             totals = [_totals(times["seconds"].get(way)) for way in WAYS]
             cells = [use.name, use.what, *totals, f"{times['row_bytes'] / 1e6:.0f}"]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_accuracies(found)])
+    return "\n".join(lines)
 
 
 def _totals(seconds: Sequence[float] | None) -> str:
@@ -332,19 +295,6 @@ def _totals(seconds: Sequence[float] | None) -> str:
         [first + (num - 1) * statistics.median(later) for num in _EPOCHS] if later else [first]
     )
     return " / ".join(f"{total:.0f}" for total in totals)
-
-
-def _accuracies(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = []
-    for name, pieces in found.items():
-        for way in (UNFROZEN, FROZEN):
-            seeds = [value for piece, value in pieces.items() if piece.startswith(f"{way}, seed")]
-            if len(seeds) > 1:
-                mean, spread = statistics.mean(seeds), statistics.stdev(seeds)
-                lines.append(
-                    f"- {name}, {way}: {mean:.1f} +- {spread:.1f} % of {len(seeds)} seeds"
-                )
-    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -363,15 +313,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     start, all_uses = time.monotonic(), uses(options.data, options.minilm, tiny=options.tiny)
     asked = [use for use in all_uses if not options.only or use.name in options.only]
-    pieces = [(use.name, *piece) for use in asked for piece in use.pieces().items()]
-    for use_name, name, run in sorted(pieces, key=lambda piece: piece[1] != "times"):
-        if name in found.setdefault(use_name, {}):
+    for use in asked:
+        if use.name in found:
             continue
         if options.seconds is not None and time.monotonic() - start > options.seconds:
             break
-        found[use_name][name] = run()
+        found[use.name] = {"times": times_of(use)}
         path.write_text(json.dumps(found, indent=1))
-        print(f"{use_name}, {name}: {found[use_name][name]}", flush=True)
+        print(f"{use.name}: {found[use.name]['times']}", flush=True)
     print(table(found, all_uses))
     return 0
 
