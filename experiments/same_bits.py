@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from autopipe.plan import PipelinePlan, predict
+from experiments.random_models import bert
 from pipetransformer import PlanSituation, Trainer, launch
 from pipetransformer.demo import build_model, load_digits_split
 
@@ -77,17 +78,8 @@ class _Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def _build(name: str) -> tuple[torch.nn.Module, Any]:
     if name == "vit":
         return build_model(10, seed=0, num_blocks=12), load_digits_split()[0]
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    shape = BertConfig(
-        vocab_size=400,
-        hidden_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        intermediate_size=192,
-    )
-    return BertForSequenceClassification(shape), _Sentences()
+    shape = {"vocab_size": 400, "intermediate_size": 192}
+    return bert(96, 6, heads=4, dropout=0.1, **shape), _Sentences()
 
 
 def train(case: dict[str, Any], path: Path) -> None:

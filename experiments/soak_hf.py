@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from torch import nn
+from transformers import TrainingArguments
 
+from experiments.random_models import bert
 from experiments.soak_programs import (
     BATCH_SIZE,
     EPOCHS,
@@ -73,19 +75,10 @@ def _meet(folder: Path, num_ranks: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 
-def make_bert() -> BertForSequenceClassification:
+def make_bert() -> nn.Module:
     """Build a BERT with dropout, the same weights on every rank."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=_WORDS,
-        hidden_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=_TOKENS,
-    )
-    config.num_labels = 3
-    return BertForSequenceClassification(config)
+    sizes = {"vocab_size": _WORDS, "intermediate_size": 32, "max_position_embeddings": _TOKENS}
+    return bert(16, 4, heads=2, dropout=0.1, num_labels=3, **sizes)
 
 
 def make_rows() -> list[dict[str, Any]]:

@@ -5,12 +5,11 @@
     python -m experiments.ablation simulate docs/clusters/8x8-h100.toml \\
         --model vit_base_patch16_224 --samples 1281167 --batch 4096 --epochs 10
 
-Trained rows freeze what "freeze only" froze, step for step, at one global batch; --scale_batch
-trains the rows with AutoDP a second time with a batch that grows with the replicas, as the
-published one did. --sweep varies one thing instead: alpha of the published rule, M from K to 6 K,
-or the first cached layer (simulated alone: training caches where that is faster). Beside the
-published machines and model stand the published figures; `experiments.published.ablation` says why
-they differ. The last line is JSON.
+Trained rows freeze what "freeze only" froze, step for step, at one global batch; simulated ones
+stand beside those of a batch that grows with the replicas, as the published one did. --sweep
+varies one thing instead: alpha of the published rule, or, simulated alone, M from K to 6 K or the
+first cached layer. Beside the published machines and model stand the published figures;
+`experiments/results/ablation` says why they differ. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -96,13 +95,9 @@ def _ratio(before: Sequence[float], after: Sequence[float]) -> float:
 def _trained(options: argparse.Namespace) -> list[PartsRow]:
     with as_usage():
         series = series_of(options)
-        if options.sweep is not None and options.scale_batch:
-            raise ValueError("--sweep and --scale_batch are two tables; give one of them")
     if options.sweep is not None:
-        return trained.sweep(series, options.sweep, processes=options.processes)
-    return trained.train_parts(
-        series, processes=options.processes, scale_batch=options.scale_batch
-    )
+        return trained.sweep_alpha(series, processes=options.processes)
+    return trained.train_parts(series, processes=options.processes)
 
 
 def _simulated(options: argparse.Namespace) -> list[PartsRow]:
@@ -128,8 +123,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     train = ways.add_parser("train", help="train the rows")
     add_series_options(train)
     train.add_argument("--processes", type=int, default=2, help="of each run")
-    train.add_argument("--scale_batch", action="store_true", help="also with a growing batch")
-    train.add_argument("--sweep", choices=("alpha", "micro_batches"))
+    train.add_argument("--sweep", choices=("alpha",))
     simulate = ways.add_parser("simulate", help="predict the rows for a described cluster")
     simulate.add_argument("cluster", help="TOML, as in docs/clusters")
     simulate.add_argument("--model", default=PUBLISHED_MODEL, help="as for pipetransformer plan")

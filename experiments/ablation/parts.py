@@ -36,7 +36,7 @@ class PartsRow:
     Args:
         name: for the table.
         seconds: of training.
-        grown: those where the batch grows with the replicas; () where that was not asked for.
+        grown: those where the batch grows with the replicas; () where the row was trained.
         metrics: at the end; () where nothing was trained.
         pipelines: K x R by epoch, of the first seed.
         rates: samples/s by epoch, of the first seed.

@@ -14,54 +14,34 @@ from experiments.finetune.series import Series
 
 ALPHAS = ("1/5", "1/4", "1/3", "2/5", "1/2")
 """Those of the published sweep."""
-_GROWN = ", growing batch"
 
 
-def train_parts(series: Series, *, processes: int, scale_batch: bool) -> list[PartsRow]:
+def train_parts(series: Series, *, processes: int) -> list[PartsRow]:
     """Train without some parts, each time freezing what "freeze only" froze.
 
     Args:
         series: script, recipe and seeds.
         processes: of each run; a pipeline over all of them is where it starts without AutoPipe.
-        scale_batch: train the rows with AutoDP also with a batch that grows.
     """
-    grown = [name + _GROWN for name, parts in ABLATION.items() if parts.auto_dp and scale_batch]
 
     def extra(name: str, seed: int) -> list[str]:
-        plain = name.removesuffix(_GROWN)
-        options = options_of(ABLATION[plain], processes)
-        if name != plain:
-            # Steps are others, so what froze cannot be repeated step by step.
-            return [*options, "--scale_batch"]
-        if ABLATION[plain].freeze and plain != FREEZE_ONLY:
+        options = options_of(ABLATION[name], processes)
+        if ABLATION[name].freeze and name != FREEZE_ONLY:
             repeated = series.run_of(FREEZE_ONLY, seed).folder
             options += ["--replay", str(repeated)]
         return options
 
-    series.run_all([*ABLATION, *grown], extra)
-    return [row_of(series, name, name + _GROWN if scale_batch else None) for name in ABLATION]
+    series.run_all([*ABLATION], extra)
+    return [row_of(series, name) for name in ABLATION]
 
 
-def sweep(series: Series, what: str, *, processes: int) -> list[PartsRow]:
-    """Train a first row, and others with one thing varied.
-
-    Args:
-        series: script, recipe and seeds.
-        what: "alpha", of the published rule with all parts on, beside nothing frozen; or
-            "micro_batches", M from K to 6 K without freezing in a pipeline over all processes.
-        processes: of each run.
-    """
+def sweep_alpha(series: Series, *, processes: int) -> list[PartsRow]:
+    """Train with nothing frozen, and by the published rule with each alpha and all parts on."""
     fixed, whole = (options_of(ABLATION[name], processes) for name in (NOTHING_FROZEN, ALL))
-    if what == "alpha":
-        rows = {NOTHING_FROZEN: fixed}
-        rows |= {f"alpha = {alpha}": [*whole, "--freeze", f"paper:{alpha}"] for alpha in ALPHAS}
-    else:
-        rows = {
-            f"M = {count}": [*fixed, "--micro_batches", str(count)]
-            for count in range(processes, 6 * processes + 1, processes)
-        }
+    rows = {NOTHING_FROZEN: fixed}
+    rows |= {f"alpha = {alpha}": [*whole, "--freeze", f"paper:{alpha}"] for alpha in ALPHAS}
     series.run_all(list(rows), lambda name, seed: rows[name])
-    return [row_of(series, name, None) for name in rows]
+    return [row_of(series, name) for name in rows]
 
 
 def options_of(parts: Parts, processes: int) -> list[str]:
@@ -76,13 +56,13 @@ def options_of(parts: Parts, processes: int) -> list[str]:
     return options
 
 
-def row_of(series: Series, name: str, grown: str | None) -> PartsRow:
+def row_of(series: Series, name: str) -> PartsRow:
     """Read a row's runs, which are complete."""
     runs = series.runs_of(name)
     return PartsRow(
         name,
         tuple(run.train_s for run in runs),
-        tuple(run.train_s for run in series.runs_of(grown)) if grown else (),
+        (),
         tuple(run.metric for run in runs),
         tuple(f"{one['length']}x{one['replicas']}" for one in runs[0].by_epoch("step")),
         tuple(one["samples_per_s"] for one in runs[0].by_epoch("epoch")),

@@ -46,7 +46,7 @@ def test_trained_rows_freeze_the_same_at_the_same_steps(
     recipe = tmp_path / "tiny.toml"
     recipe.write_text('task = "sst2"\nfreeze = "schedule:0,2"\nnum_train_epochs = 2\n')
     given = ["train", "--script", "bert", "--recipe", str(recipe), "--folder", str(tmp_path)]
-    main([*given, "--seeds", "0", "--scale_batch", "--", "--smoke"])
+    main([*given, "--seeds", "0", "--", "--smoke"])
     assert "| all four | " in capsys.readouterr().out
     expected = frozen_from(tmp_path / "freeze-only-seed0")
     assert expected[0] == 0 and 2 in expected.values()
