@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def bert(width: int, depth: int, *, heads: int, dropout: float = 0.0, **others: Any) -> nn.Module:
@@ -64,6 +64,18 @@ def llama(width: int, depth: int, *, heads: int, words: int, **others: Any) -> n
         },
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+class Headed(nn.Module):
+    """A linear head on a backbone."""
+
+    def __init__(self, backbone: nn.Module, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.head(self.backbone(x))
+        return answer
 
 
 def with_lora(model: nn.Module, **settings: Any) -> nn.Module:

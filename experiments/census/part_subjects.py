@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.census.batches import NUM_CLASSES
 from experiments.census.subjects import Subject, of_mappings
+from experiments.random_models import Headed
 
 PART_TASKS = {
     "image-text": "IMAGE_TEXT_TO_TEXT",
@@ -74,18 +75,6 @@ def _by_depth(model: nn.Module) -> list[str]:
     return sorted((name for name, _ in model.named_modules()), key=lambda name: name.count("."))
 
 
-class Headed(nn.Module):
-    """A linear head on a backbone."""
-
-    def __init__(self, backbone: nn.Module, width: int) -> None:
-        super().__init__()
-        self.backbone, self.head = backbone, nn.Linear(width, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.head(self.backbone(x))
-        return answer
-
-
 def headed(subject: Subject) -> nn.Module:
     """Return a backbone below a head, with random weights."""
     if subject.family.startswith("timm/"):
@@ -99,4 +88,4 @@ def headed(subject: Subject) -> nn.Module:
         backbone = torchvision.models.get_model(subject.name, num_classes=16)
     with torch.no_grad():
         width = backbone.eval()(torch.zeros(1, 3, SIDE, SIDE)).shape[1]
-    return Headed(backbone, width)
+    return Headed(backbone, width, NUM_CLASSES)

@@ -32,17 +32,34 @@ def time_loops(
         ValueError: the loops do not learn alike.
     """
     loops = {"plain": Plain(case, device), "ideal": Ideal(case, device), **ours}
+    # The first epoch, with nothing frozen, warms up; then one fills.
+    found = epochs_in_turn(loops, (0, 0, *[case.num_frozen] * (1 + num_warm)), device)
+    states = {"unfrozen": slice(1, 2), "filling": slice(2, 3), "warm": slice(3, None)}
+    note_times(findings, case.name, found, states, ideal="ideal")
+
+
+def epochs_in_turn(
+    loops: Mapping[str, Loop], frozen: Sequence[int], device: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Train an epoch of each loop in turn, and close them; return the times of `epoch_ms`.
+
+    Args:
+        frozen: how much is frozen, by epoch.
+    Raises:
+        ValueError: the loops do not learn alike.
+    """
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     with ExitStack() as stack:
         for loop in loops.values():
             stack.callback(loop.close)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-        # The first epoch, with nothing frozen, warms up; then one fills.
-        for frozen in (0, 0, *[case.num_frozen] * (1 + num_warm)):
+        for num_frozen in frozen:
             for name, loop in loops.items():
-                found[name].append(epoch_ms(loop, frozen, device))
-        compare_losses({n: float(np.mean(one.outcome().losses)) for n, one in loops.items()})
-    states = {"unfrozen": slice(1, 2), "filling": slice(2, 3), "warm": slice(3, None)}
-    note_times(findings, case.name, found, states, ideal="ideal")
+                found[name].append(epoch_ms(loop, num_frozen, device))
+        means = {name: float(np.mean(loop.outcome().losses)) for name, loop in loops.items()}
+    for name, loss in means.items():
+        if not abs(loss - means["plain"]) <= 0.02 * abs(means["plain"]):
+            raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {means}")
+    return found
 
 
 def note_times(
@@ -76,13 +93,6 @@ def note_times(
                     )
                 },
             )
-
-
-def compare_losses(means: Mapping[str, float]) -> None:
-    """Raise a ValueError where loops that are timed do not learn alike, by their mean losses."""
-    for name, loss in means.items():
-        if not abs(loss - means["plain"]) <= 0.02 * abs(means["plain"]):
-            raise ValueError(f"{name} has a mean loss of {loss:.5g}; all: {means}")
 
 
 def epoch_ms(loop: Loop, num_frozen: int, device: str) -> tuple[float, float]:

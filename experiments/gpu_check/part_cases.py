@@ -25,6 +25,7 @@ from experiments.gpu_check.workloads import (
     own_loss,
     random_images,
 )
+from experiments.random_models import Headed
 
 Items = list[dict[str, Tensor]]
 
@@ -145,25 +146,17 @@ def _build_whisper(size: Size, positions: int) -> nn.Module:
     return WhisperForConditionalGeneration(config)
 
 
-class _Headed(nn.Module):
-    """A linear head on a backbone."""
+def _build_headed() -> nn.Module:
+    import timm
 
-    def __init__(self) -> None:
-        import timm
-
-        super().__init__()
-        torch.manual_seed(0)
-        backbone: Any = timm.create_model("resnet18", num_classes=0)
-        self.backbone, self.head = backbone, nn.Linear(backbone.num_features, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        answer: Tensor = self.head(self.backbone(x))
-        return answer
+    torch.manual_seed(0)
+    backbone: Any = timm.create_model("resnet18", num_classes=0)
+    return Headed(backbone, backbone.num_features, NUM_CLASSES)
 
 
 def _resnet(size: Size) -> PartCase:
     rows = _items(random_images(size.batch_size * size.steps, size.pixels).columns)
-    return PartCase("resnet", _Headed, "backbone", rows, image_loss, size.batch_size)
+    return PartCase("resnet", _build_headed, "backbone", rows, image_loss, size.batch_size)
 
 
 def _clip(size: Size) -> PartCase:

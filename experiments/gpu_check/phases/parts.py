@@ -6,17 +6,15 @@ fast     whole epochs in turn, in bfloat16: filling, then warm, rows on the devi
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from experiments.gpu_check.findings import Findings, Setting
-from experiments.gpu_check.loop_times import compare_losses, epoch_ms, note_times
+from experiments.gpu_check.loop_times import epochs_in_turn, note_times
 from experiments.gpu_check.loops import Loop
 from experiments.gpu_check.part_cases import LARGE, TINY, PartCase, part_cases
 from experiments.gpu_check.part_loops import ByHand, Ours, Plain
@@ -82,13 +80,6 @@ def _timed(findings: Findings, case: PartCase, setting: Setting, places: tuple[s
         loops: dict[str, Loop] = {"plain": Plain(case, device), "by hand": ByHand(case, device)}
         for place in places:
             loops[f"ours, rows in {place}"] = Ours(case, device, cache_device=place)
-        with ExitStack() as stack:
-            for loop in loops.values():
-                stack.callback(loop.close)
-            found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-            for _ in range(1 if is_warm_up else 1 + num_warm):
-                for name, loop in loops.items():
-                    found[name].append(epoch_ms(loop, 1, device))
-            compare_losses({n: float(np.mean(one.outcome().losses)) for n, one in loops.items()})
+        found = epochs_in_turn(loops, (1,) * (1 if is_warm_up else 1 + num_warm), device)
     states = {"filling": slice(0, 1), "warm": slice(1, None)}
     note_times(findings, case.name, found, states, ideal="by hand")
