@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from experiments.benchmarks.measuring.bars import Bars, conclude
 from experiments.benchmarks.measuring.both_sides import (
-    LEARNING_RATE,
     MAX_GRAD_NORM,
     make_trainer,
     verify_losses,
@@ -42,10 +41,10 @@ from experiments.benchmarks.measuring.rounds import (
     seconds_of,
 )
 from experiments.benchmarks.measuring.timed_loop import (
-    RivalTask,
     digits_task,
     sentences_task,
 )
+from experiments.gpu_check.workloads import LoopCase
 from freeze import FreezeContext, FreezeDecision
 from pipetransformer import Trainer
 
@@ -58,7 +57,7 @@ BARS = Bars(
         "vs_plain_loop_two_processes": 0.9,
     }
 )
-TASKS: tuple[Callable[[], RivalTask], ...] = (digits_task, sentences_task)
+TASKS: tuple[Callable[[], LoopCase], ...] = (digits_task, sentences_task)
 _FIRST_STEPS = 2
 SETTLE_S = 0.02
 """In which the other side's threads, which wait for work a while, go to sleep."""
@@ -66,9 +65,9 @@ Seconds = list[tuple[float, float]]
 """Seconds of pairs of steps: the plain loop's, ours."""
 
 
-def in_one_process(task: RivalTask) -> dict[str, Seconds]:
+def in_one_process(task: LoopCase) -> dict[str, Seconds]:
     """Time an epoch of pairs of steps in each state of freezing."""
-    third, two_thirds = task.num_layers // 3, 2 * task.num_layers // 3
+    third, two_thirds = task.num_frozen // 2, task.num_frozen
     frozen = (0, third, third, two_thirds, two_thirds)
     names = ("unfrozen", "third_filling", "third_warm", "two_thirds_filling", "two_thirds_warm")
     found: dict[str, Seconds] = {}
@@ -79,10 +78,10 @@ def in_one_process(task: RivalTask) -> dict[str, Seconds]:
     return found
 
 
-def at_mixed_depths(task: RivalTask) -> Seconds:
+def at_mixed_depths(task: LoopCase) -> Seconds:
     """Time the epoch after one in which layers froze at a third and at two thirds of its steps."""
     interval = task.steps_per_epoch // 3
-    depths = (0, task.num_layers // 3, 2 * task.num_layers // 3)
+    depths = (0, task.num_frozen // 2, task.num_frozen)
 
     def freeze(context: FreezeContext) -> FreezeDecision:
         return FreezeDecision(depths[min(context.step // interval, 2)], "by thirds of an epoch")
@@ -95,14 +94,14 @@ def at_mixed_depths(task: RivalTask) -> Seconds:
             return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
-def clipped(task: RivalTask) -> Seconds:
+def clipped(task: LoopCase) -> Seconds:
     """Time an epoch with nothing frozen, in which both clip the gradient."""
     clip = {"max_grad_norm": MAX_GRAD_NORM}
     with plain_loop(task, **clip) as loop, make_trainer(task, (0,), **clip) as trainer:
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch)]
 
 
-def in_two_processes(build: Callable[[], RivalTask]) -> Seconds:
+def in_two_processes(build: Callable[[], LoopCase]) -> Seconds:
     """Time an epoch of pairs of steps; rank 0 leads the plain loop, which has all cores."""
     task = build()
     with ExitStack() as stack:
@@ -112,10 +111,9 @@ def in_two_processes(build: Callable[[], RivalTask]) -> Seconds:
         return [_pair(loop, trainer, number) for number in range(task.steps_per_epoch - 1)]
 
 
-def plain_loop(task: RivalTask, **settings: Any) -> LoopProcess:
+def plain_loop(task: LoopCase, **settings: Any) -> LoopProcess:
     """Start the plain loop on all cores."""
-    settings = {"learning_rate": LEARNING_RATE, "num_threads": num_cores(), **settings}
-    return LoopProcess(task, **settings)
+    return LoopProcess(task, num_threads=num_cores(), **settings)
 
 
 def _pair(loop: LoopProcess | None, trainer: Trainer, number: int) -> tuple[float, float]:
@@ -143,7 +141,7 @@ def whole_epoch(pairs: Seconds) -> float:
     return plain / ours
 
 
-def time_all(build: Callable[[], RivalTask]) -> dict[str, Seconds]:
+def time_all(build: Callable[[], LoopCase]) -> dict[str, Seconds]:
     """Time pairs of steps of one of the tasks, in every state and in two processes."""
     found = in_one_process(build())
     two = found_by(in_two_processes, (build,))

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from experiments.benchmarks import rivals
-from experiments.benchmarks.measuring.timed_loop import RivalTask, sentences_task
-from experiments.gpu_check.workloads import random_sentences
+from experiments.benchmarks.measuring.timed_loop import sentences_task
+from experiments.gpu_check.workloads import LoopCase, random_sentences
 from experiments.random_models import bert
 
 
-def tiny_sentences() -> RivalTask:
+def tiny_sentences() -> LoopCase:
     """Return six steps of a tiny BERT."""
     build, rows = partial(bert, 16, 6, heads=2, dropout=0.1), random_sentences(24, 8)
-    return replace(sentences_task(), build=build, dataset=rows, batch_size=4)
+    return replace(sentences_task(), build=build, rows=rows, batch_size=4)
 
 
 def in_this_process(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from experiments.benchmarks.measuring.rounds import ResultsDifferError
-from experiments.benchmarks.measuring.timed_loop import RivalTask, TimedLoop
+from experiments.benchmarks.measuring.timed_loop import TimedLoop
+from experiments.gpu_check.workloads import LoopCase
 from freeze import FreezeSchedule
 from pipetransformer import Trainer, adamw
 
-LEARNING_RATE = 5e-5
 MAX_GRAD_NORM = 1.0
 """As transformers' Trainer clips, where both do."""
 LOSS_TOLERANCE = 1e-4
@@ -20,7 +20,7 @@ LOSS_TOLERANCE = 1e-4
 _VERIFIED_STEPS = 4
 
 
-def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: Any) -> Trainer:
+def make_trainer(task: LoopCase, frozen_by_epoch: tuple[int, ...], **settings: Any) -> Trainer:
     """Return the Trainer of a task, with settings as the plain loop's, and others as given."""
     usual = {
         "epochs": len(frozen_by_epoch),
@@ -30,15 +30,15 @@ def make_trainer(task: RivalTask, frozen_by_epoch: tuple[int, ...], **settings: 
     }
     return Trainer(
         task.build(),
-        task.dataset,
-        optimizer=adamw(LEARNING_RATE),
+        task.rows,
+        optimizer=adamw(task.learning_rate),
         global_batch_size=task.batch_size,
         device="cpu",
         **{**usual, **settings},
     )
 
 
-def verify_losses(task: RivalTask) -> float:
+def verify_losses(task: LoopCase) -> float:
     """Train some steps of a task on both sides, without dropout, and compare their losses.
 
     Returns:
@@ -48,7 +48,7 @@ def verify_losses(task: RivalTask) -> float:
     """
     build = task.build
     task = replace(task, build=lambda: _without_dropout(build()))
-    loop = TimedLoop(task, learning_rate=LEARNING_RATE)
+    loop = TimedLoop(task)
     expected = [loop.step() for _ in range(_VERIFIED_STEPS)]
     with make_trainer(task, (0,), epochs=_VERIFIED_STEPS, cache=False) as trainer:
         found = [trainer.step().loss for _ in range(_VERIFIED_STEPS)]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from experiments.benchmarks.measuring.rounds import seconds_of
-from experiments.benchmarks.measuring.timed_loop import RivalTask, TimedLoop
+from experiments.benchmarks.measuring.timed_loop import TimedLoop
+from experiments.gpu_check.workloads import LoopCase
 
 _PATIENCE_S = 300.0
 """For a step, or for what precedes the first one."""
@@ -31,7 +32,7 @@ class LoopProcess:
         RuntimeError: it has failed; what it printed says why.
     """
 
-    def __init__(self, task: RivalTask, *, num_threads: int, **settings: Any) -> None:
+    def __init__(self, task: LoopCase, *, num_threads: int, **settings: Any) -> None:
         # Fresh: a fork would take the allocator along.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(
@@ -58,7 +59,7 @@ _LOOPS: list[TimedLoop] = []
 """Of this process, which holds one."""
 
 
-def _begin(task: RivalTask, num_threads: int, settings: dict[str, Any]) -> None:
+def _begin(task: LoopCase, num_threads: int, settings: dict[str, Any]) -> None:
     torch.set_num_threads(num_threads)
     _LOOPS.append(TimedLoop(task, **settings))
 

@@ -8,8 +8,7 @@ compared.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,43 +17,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autodp import EpochSampler, shuffled
-from experiments.gpu_check.workloads import Rows, own_loss
+from experiments.gpu_check.workloads import LoopCase, Rows, own_loss
 from experiments.random_models import bert
 from pipetransformer import adamw
 from pipetransformer.demo import build_model, load_digits_split
-from pipetransformer.feed import SizedDataset
 from pipetransformer.model import adapt
 
-BATCH_SIZE = 32
+LEARNING_RATE, BATCH_SIZE = 5e-5, 32
 NUM_SAMPLES = 37 * BATCH_SIZE
 SENTENCE_LENGTH = 32
 """In tokens."""
-
-
-@dataclass(frozen=True)
-class RivalTask:
-    """State what both train; it can be sent to another process.
-
-    Args:
-        name: as in the table.
-        num_layers: layers that can freeze.
-        build: makes the model; every call the same one.
-        dataset: as the Trainer takes it; a multiple of the batch size.
-        loss_of: the loss that the model gives a batch of the plain loop.
-        batch_size: samples of a step.
-    """
-
-    name: str
-    num_layers: int
-    build: Callable[[], nn.Module]
-    dataset: SizedDataset
-    loss_of: Callable[[nn.Module, Any], Tensor]
-    batch_size: int = BATCH_SIZE
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Return the steps of a pass over the samples."""
-        return len(self.dataset) // self.batch_size
 
 
 def classes_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -63,19 +35,18 @@ def classes_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def digits_task(num_samples: int = NUM_SAMPLES) -> RivalTask:
+def digits_task(num_samples: int = NUM_SAMPLES) -> LoopCase:
     """Return the demo's ViT, wider and of 12 blocks, on scikit-learn's digits, whole batches."""
     train, _ = load_digits_split()
-    return RivalTask(
-        "ViT on digits",
-        12,
-        partial(build_model, 10, seed=0, width=192, num_blocks=12),
-        TensorDataset(*(tensor[:num_samples] for tensor in train.tensors)),
-        classes_loss,
-    )
+    images = TensorDataset(*(tensor[:num_samples] for tensor in train.tensors))
+    build = partial(build_model, 10, seed=0, width=192, num_blocks=12)
+    return LoopCase(
+        "ViT on digits", build, "blocks", images, classes_loss, BATCH_SIZE, 8, None,
+        learning_rate=LEARNING_RATE,
+    )  # fmt: skip
 
 
-def sentences_task() -> RivalTask:
+def sentences_task() -> LoopCase:
     """Return a BERT of MiniLM's shape on random tokens, which take as long as real sentences."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_SAMPLES, SENTENCE_LENGTH)
@@ -86,13 +57,11 @@ def sentences_task() -> RivalTask:
             "labels": torch.randint(2, shape[:1], generator=generator),
         }
     )
-    return RivalTask(
-        "BERT of MiniLM's shape on random tokens",
-        6,
-        partial(bert, 384, 6, heads=12, dropout=0.1),
-        sentences,
-        own_loss,
-    )
+    build = partial(bert, 384, 6, heads=12, dropout=0.1)
+    return LoopCase(
+        "BERT of MiniLM's shape on random tokens", build, "bert.encoder.layer", sentences,
+        own_loss, BATCH_SIZE, 4, None, learning_rate=LEARNING_RATE,
+    )  # fmt: skip
 
 
 class TimedLoop:
@@ -100,20 +69,17 @@ class TimedLoop:
 
     Args:
         task: what to train.
-        learning_rate: AdamW's.
         max_grad_norm: which a step's gradient is clipped at; None leaves it as it is.
     """
 
-    def __init__(
-        self, task: RivalTask, *, learning_rate: float, max_grad_norm: float | None = None
-    ) -> None:
+    def __init__(self, task: LoopCase, *, max_grad_norm: float | None = None) -> None:
         self.model = task.build().train()
         self._loss_of, self._max_grad_norm = task.loss_of, max_grad_norm
-        self._optimizer = adamw(learning_rate)(list(self.model.named_parameters()))
+        self._optimizer = adamw(task.learning_rate)(list(self.model.named_parameters()))
         self._batches = iter(
             DataLoader(
-                task.dataset,  # type: ignore[arg-type]
-                batch_sampler=_TrainersOrder(len(task.dataset), task.batch_size),
+                task.rows,
+                batch_sampler=_TrainersOrder(len(task.rows), task.batch_size),
             )
         )
 
