@@ -133,7 +133,7 @@ class AsynchronousStage(Stage):
         told[-1] = replace(told[-1], wrong=bool(wrong))
         values = torch.tensor([one.as_list() for one in told], dtype=torch.float64)
         # A rank without samples waits for the whole stream.
-        summed = self._sums.of(values.flatten().tolist(), patience=len(told))
+        summed = self._wiring.sums_of(values.flatten().tolist(), patience=len(told))
         by_step = torch.tensor(summed, dtype=torch.float64).view_as(values)
         sums = [StepSums.of(row) for row in by_step.tolist()]
         total_s = time.perf_counter() - start

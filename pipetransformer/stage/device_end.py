@@ -27,8 +27,7 @@ from torch import Tensor
 from autodp import MessageSums
 from pipetransformer.errors import NonFiniteError, PeerError
 from pipetransformer.feed import ComingStep
-from pipetransformer.processes import World
-from pipetransformer.stage.diagnosis import Finding, where_it_began
+from pipetransformer.stage.diagnosis import Finding
 from pipetransformer.stage.refusals import Refusals
 from pipetransformer.stage.step_end import StepEnd, decided
 from pipetransformer.stage.step_result import LateNumbers, StepNumbers, StepSums
@@ -46,20 +45,15 @@ class DeviceEnd(StepEnd):
 
     Args:
         part: must fit, see `fits`.
-        sums: adds up vectors of all ranks on their devices; None where a process is alone.
     """
 
-    def __init__(
-        self,
-        wiring: StageWiring,
-        world: World,
-        part: TrainedPart,
-        refusals: Refusals,
-        sums: MessageSums | None,
-    ) -> None:
-        self._wiring, self._world, self._part = wiring, world, part
-        self._refusals, self._sums = refusals, sums
-        config, device = wiring.task.config, world.device
+    def __init__(self, wiring: StageWiring, part: TrainedPart, refusals: Refusals) -> None:
+        self._wiring, self._part, self._refusals = wiring, part, refusals
+        config, device = wiring.task.config, wiring.device
+        self._sums: MessageSums | None = None  # As it is where a process is alone.
+        if (everyone := wiring.groups.everyone) is not None:
+            text = "their part of the loss"
+            self._sums = MessageSums(everyone, device, wiring.watch, what=text)
         self._limit, self._keeps_bad = config.max_grad_norm, config.on_nonfinite == "raise"
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         # Whether all updates are held back; in place, as a graph's kernels write it, too.
@@ -150,7 +144,7 @@ class DeviceEnd(StepEnd):
 
     def _all_numbers(self, step: int) -> int:
         """Return the sum of the numbers by which ranks say that they are in a step."""
-        return self._world.size * (step + 1)
+        return self._wiring.world.size * (step + 1)
 
     def _told(self, work: TrainWork, own: StepSums, squares: Tensor) -> Tensor:
         """Return all ranks' sums, and the sum of their steps' numbers, on the device."""
@@ -160,7 +154,7 @@ class DeviceEnd(StepEnd):
         of_host = [0.0 if isinstance(one, Tensor) else one for one in first]
         values = (*of_host, *own.as_list()[len(first) :], work.step + 1)
         numbers = torch.tensor(values, dtype=torch.float64, pin_memory=True)
-        numbers = numbers.to(self._world.device, non_blocking=True)
+        numbers = numbers.to(self._wiring.device, non_blocking=True)
         for place, one in enumerate(first):
             if isinstance(one, Tensor):
                 numbers[place].copy_(one)
@@ -200,10 +194,8 @@ class DeviceEnd(StepEnd):
                 self._refuse(numbers.sums, values[-1], step, wrong)
             if numbers.skipped:
                 loss, norm = numbers.loss, numbers.gradient_norm
-                own, before = self._found(values), self._refusals.before(step, batches)
-                origin = where_it_began(self._wiring.task, self._world, own, before)
                 what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
-                self._refusals.tell_of_nonfinite(what, origin)
+                self._refusals.nonfinite(what, step, batches, self._found(values))
         except (ValueError, NonFiniteError, PeerError) as error:
             self._ended = type(error)(
                 f"{error}; the run has ended there; resume from a checkpoint, or start another "

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autodp import Groups, MessageSums, Topology, gather_json
+from autodp import Groups, Topology, gather_json
 from autopipe.engine import StageReport, StageRun
 from autopipe.loss import BatchMean, SplitProbe, mean_and_correction
 from autopipe.plan import PipelinePlan
@@ -35,7 +35,6 @@ from pipetransformer.stage.work import (
     Results,
     TrainWork,
 )
-from pipetransformer.stage.world_sums import WorldSums
 
 
 class Stage:
@@ -68,7 +67,7 @@ class Stage:
         )
         self.share = RankShare(self._cut, wiring.replica, wiring.turn)
         self._links = wiring.links()
-        self.trained = TrainedPart(task, world, wiring, topology=topology, groups=groups)
+        self.trained = TrainedPart(wiring)
         self._compiled = task.compiled(indices)
         # Stage 0 holds the frozen prefix, which nothing may write into either.
         prefix = range(plan.boundaries[0] if self.index == 0 else 0)
@@ -78,39 +77,28 @@ class Stage:
         self._has_unseen = False
         self._probe = SplitProbe(task.loss_fn)
         self._has_evaluated = False
-        self._sums = WorldSums(world, timeout_s=wiring.timeout_s)
-        self._refusals = Refusals(task, world, indices, reads=self.index == 0, probe=self._probe)
-        self._end, self._later_end = self._step_ends(groups)
+        self._refusals = Refusals(wiring, self._probe)
+        self._end, self._later_end = self._step_ends()
         self._graphs = self._step_graphs()
 
-    def _step_ends(self, groups: Groups) -> tuple[StepEnd, StepEnd]:
+    def _step_ends(self) -> tuple[StepEnd, StepEnd]:
         """Return what ends the first step, and later ones. Collective over NCCL.
 
         That is the device on GPUs that sum over NCCL, or one alone, unless the host must decide.
         """
-        task, world, part, scale = self._task, self._world, self.trained, self._loss_scale
-        is_alone = world.size == 1 and world.device.type == "cuda"
-        host_decides = scale.is_dynamic or task.config.weight_versions is not None
+        world, wiring, part = self._world, self._wiring, self.trained
+        versions, everyone = self._task.config.weight_versions, wiring.groups.everyone
+        host_decides = self._loss_scale.is_dynamic or versions is not None
         fits = not host_decides and DeviceEnd.fits(part)
-        if groups.everyone is not None:  # Stages may hold other tensors.
-            fits = not any(self._sums.of([float(not fits)]))
-        host = HostEnd(
-            self._wiring,
-            world,
-            part,
-            sums=self._sums,
-            refusals=self._refusals,
-            loss_scale=scale,
-        )
-        if is_alone and fits and part.optimizer is not None:
-            device = DeviceEnd(self._wiring, world, part, self._refusals, None)
-            return device, device
-        if groups.everyone is None or not fits:
+        if everyone is not None:  # Stages may hold other tensors.
+            fits = not any(wiring.sums_of([float(not fits)]))
+        host = HostEnd(wiring, part, self._refusals, self._loss_scale)
+        is_alone = world.size == 1 and world.device.type == "cuda" and part.optimizer is not None
+        if not fits or not (is_alone or everyone):
             return host, host
-        text, watch = "their part of the loss", self._wiring.watch
-        sums = MessageSums(groups.everyone, world.device, watch, what=text)
+        device = DeviceEnd(wiring, part, self._refusals)
         # A first step shows whether gradients grow after they were sent: the host sums them anew.
-        return host, DeviceEnd(self._wiring, world, part, self._refusals, sums)
+        return (device if is_alone else host), device
 
     def _step_graphs(self) -> StepGraphs | None:
         """Return what captures steps, if that is set, and can be."""
@@ -291,7 +279,7 @@ class Stage:
                     work = EvaluationWork(self._wiring, batches, results=results, probe=probe)
                     self._run_forwards(work)
                     differs = probe.finds_difference()
-                if any(self._sums.of([float(differs)])):
+                if any(self._wiring.sums_of([float(differs)])):
                     probe.refuse()
         self._has_evaluated = True
 

@@ -21,14 +21,12 @@ from autopipe.loss import mean_and_correction
 from freeze.signals import Measured
 from pipetransformer.feed import ComingStep
 from pipetransformer.model import LossScale
-from pipetransformer.processes import World
-from pipetransformer.stage.diagnosis import find_nonfinite, where_it_began
+from pipetransformer.stage.diagnosis import find_nonfinite
 from pipetransformer.stage.refusals import Refusals
 from pipetransformer.stage.step_result import LateNumbers, StepNumbers, StepSums
 from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.wiring import StageWiring
 from pipetransformer.stage.work import TrainWork
-from pipetransformer.stage.world_sums import WorldSums
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -145,18 +143,10 @@ class HostEnd(StepEnd):
     """End a step by numbers on the host, summed over all ranks."""
 
     def __init__(
-        self,
-        wiring: StageWiring,
-        world: World,
-        part: TrainedPart,
-        *,
-        sums: WorldSums,
-        refusals: Refusals,
-        loss_scale: LossScale,
+        self, wiring: StageWiring, part: TrainedPart, refusals: Refusals, loss_scale: LossScale
     ) -> None:
-        self._task, self._world, self._part = wiring.task, world, part
-        self._wiring = wiring
-        self._sums, self._refusals, self._scale = sums, refusals, loss_scale
+        self._wiring, self._part = wiring, part
+        self._refusals, self._scale = refusals, loss_scale
         # A spare has nothing to sum: it waits.
         self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
 
@@ -169,7 +159,7 @@ class HostEnd(StepEnd):
         wrong: str,
         stops: bool,
     ) -> StepNumbers:
-        part, reducer, clock = self._part, self._part.reducer, _Clock(self._world.device)
+        part, reducer, clock = self._part, self._part.reducer, _Clock(self._wiring.device)
         if reducer is not None:
             reducer.finish()
         untied = part.ties.sum()
@@ -211,7 +201,7 @@ class HostEnd(StepEnd):
         if not self._wiring.speaks_for_stage:  # Ranks of a stage hold equal gradients.
             squares = 0.0
         own = replace(own, loss=loss, count=count, squares=squares)
-        sums = StepSums.of(self._sums.of(own.as_list()))
+        sums = StepSums.of(self._wiring.sums_of(own.as_list()))
         clock.stop()
         return sums
 
@@ -221,7 +211,7 @@ class HostEnd(StepEnd):
         """Scale the gradients to the mean's, and clip them; return (mean loss, norm)."""
         gradients, signals = self._part.gradients, self._part.signals
         numbers = torch.tensor((sums.loss, sums.count, sums.squares), dtype=torch.float64)
-        limit = self._task.config.max_grad_norm
+        limit = self._wiring.task.config.max_grad_norm
         step = decided(*numbers.unbind(), divisor=divisor, limit=limit)
         loss, norm, correction = float(step.loss), float(step.norm), step.correction
         if math.isfinite(norm):
@@ -241,16 +231,14 @@ class HostEnd(StepEnd):
         what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
         if not scale.explains(loss, norm):
             own = find_nonfinite(
-                self._task,
+                self._wiring.task,
                 self._part.indices,
                 loss=float(work.loss.sums()[0]),
                 reducer=self._part.reducer,
             )
-            before = self._refusals.before(step, work.batches)
-            origin = where_it_began(self._task, self._world, own, before)
-            self._refusals.tell_of_nonfinite(what, origin)
+            self._refusals.nonfinite(what, step, work.batches, own)
             return True
-        if self._world.is_main:
+        if self._wiring.world.is_main:
             text = "%s at a loss scale of %g, which is halved: the step is skipped on all ranks"
             _LOGGER.info(text, what, scale.value)
         scale.shrink()

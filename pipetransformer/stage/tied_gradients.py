@@ -17,8 +17,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from autopipe.plan import PipelinePlan
-from pipetransformer.model import Task
 from pipetransformer.stage.wiring import StageWiring
 
 
@@ -32,17 +30,11 @@ class TiedGradients:
         ValueError: stages have several workers, or no flushes, so that there is no such moment.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        wiring: StageWiring,
-        plan: PipelinePlan,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
-        self._wiring = wiring
-        self._stages_of = {} if wiring.is_spare else _held_by_several(task, plan, parameters)
+    def __init__(self, wiring: StageWiring, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._wiring, config = wiring, wiring.task.config
+        self._stages_of = {} if wiring.is_spare else _held_by_several(wiring, parameters)
         self._parameters = {name: parameters[name] for name in self._stages_of}
-        alone = task.config.weight_versions is None and task.config.stage_workers is None
+        alone = config.weight_versions is None and config.stage_workers is None
         if self._stages_of and not alone:
             raise ValueError(
                 f"{next(iter(self._stages_of))!r} is tied and would be on several stages, whose "
@@ -53,7 +45,7 @@ class TiedGradients:
     @property
     def has_any(self) -> bool:
         """Return whether this rank's stage holds such a tensor."""
-        return bool(self._parameters)
+        return bool(self._stages_of)
 
     def sum(self) -> dict[nn.Parameter, Tensor | None]:
         """Give all holders the sum; a parameter that no stage used keeps no gradient.
@@ -83,15 +75,16 @@ class TiedGradients:
 
 
 def _held_by_several(
-    task: Task, plan: PipelinePlan, parameters: Mapping[str, nn.Parameter]
+    wiring: StageWiring, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, list[int]]:
     """Return the stages that hold each parameter which more than one trains, in order."""
+    plan = wiring.plan
     stages_of: dict[str, list[int]] = {}
     for stage in range(plan.length):
         names = {
             name
             for index in range(*plan.boundaries[stage : stage + 2])
-            for name in task.model.tensors(index)
+            for name in wiring.task.model.tensors(index)
         }
         for name in names:
             stages_of.setdefault(name, []).append(stage)

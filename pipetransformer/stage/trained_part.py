@@ -8,17 +8,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from autodp import GradientReducer, Groups, Topology, mix_seed
+from autodp import GradientReducer, mix_seed
 from freeze.signals import IntervalSignals
 from pipetransformer.feed import ComingStep, seed_torch
 from pipetransformer.model import (
-    Task,
     build_optimizer,
     large_embeddings,
     owned_parameters,
     trained_parameters,
 )
-from pipetransformer.processes import World
 from pipetransformer.stage.tied_gradients import TiedGradients
 from pipetransformer.stage.wiring import StageWiring
 
@@ -36,10 +34,8 @@ class TrainedPart:
         ties: sums gradients of tied weights over stages.
     """
 
-    def __init__(
-        self, task: Task, world: World, wiring: StageWiring, *, topology: Topology, groups: Groups
-    ) -> None:
-        self._task, self._world, self._index = task, world, wiring.index
+    def __init__(self, wiring: StageWiring) -> None:
+        self._wiring, task, device = wiring, wiring.task, wiring.device
         self.indices = wiring.indices
         self.parameters = trained_parameters(task, self.indices)
         self.optimizer = build_optimizer(task, self.parameters)
@@ -47,22 +43,23 @@ class TrainedPart:
         self.signals = IntervalSignals(
             {task.model.sublayers[i].name: owned_parameters(task, i) for i in self.indices},
             task.signals,
-            world.device,
+            device,
         )
-        self.ties = TiedGradients(task, wiring, wiring.plan, self.parameters)
+        self.ties = TiedGradients(wiring, self.parameters)
         self.reducer: GradientReducer | None = None
-        if groups.stage is not None and self.parameters:
+        if wiring.groups.stage is not None and self.parameters:
+            topology = wiring.topology
             self.reducer = GradientReducer(
                 [p for p in self.parameters.values() if p.requires_grad],
-                groups.stage,
+                wiring.groups.stage,
                 tables=self._tables(),
-                on_one_node=topology.is_on_one_node(topology.stage_ranks(self._index)),
+                on_one_node=topology.is_on_one_node(topology.stage_ranks(wiring.index)),
                 watch=wiring.watch,
             )
 
     def _tables(self) -> list[nn.Parameter]:
         """Return the large embeddings' weights: replicas sum the touched rows alone."""
-        model, device = self._task.model, self._world.device
+        model, device = self._wiring.task.model, self._wiring.device
         used = Counter(name for i in self.indices for name in model.tensors(i))
         modules = (model.sublayers[i].module for i in self.indices)
         weights = {table.weight for one in modules for table in large_embeddings(one, device)}
@@ -88,7 +85,8 @@ class TrainedPart:
             return
         self.set_rates(coming)
         # An optimizer that rounds stochastically must do so alike on all replicas.
-        seed_torch(mix_seed(self._task.config.seed, coming.step, self._index), self._world.device)
+        seed = mix_seed(self._wiring.task.config.seed, coming.step, self._wiring.index)
+        seed_torch(seed, self._wiring.device)
         self.optimizer.step()
 
     def keep_rates_on(self, device: torch.device) -> None:

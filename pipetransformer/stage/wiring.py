@@ -52,8 +52,7 @@ class StageWiring:
         repeated: those of them that run forward again in the backward.
         replica: which pipeline it belongs to.
         turn: the micro-batches that this worker of its stage takes.
-        plan: of the pipeline.
-        timeout_s: the longest wait for another rank.
+        timeout_s: the longest wait for another rank, and for a step.
         uploader: copies from host memory to the device.
         side_out: on stage 0, one sender for every other stage that needs side inputs or targets.
         side_in: on those stages, where these arrive.
@@ -62,9 +61,8 @@ class StageWiring:
     def __init__(
         self, task: Task, world: World, plan: PipelinePlan, topology: Topology, groups: Groups
     ) -> None:
-        self.task, self.device = task, world.device
-        self.plan, self._topology, self._groups = plan, topology, groups
-        self._link_device = world.link_device
+        self.task, self.world, self.device = task, world, world.device
+        self.plan, self.topology, self.groups = plan, topology, groups
         self.index = topology.stage_of(world.rank)
         self.is_spare = topology.is_spare(world.rank)
         self.is_last = self.index == topology.length - 1
@@ -115,7 +113,7 @@ class StageWiring:
                 )
                 for rank in self._ranks_of(previous)
             )
-        if following < self._topology.length:
+        if following < self.topology.length:
             links.above = _routed(
                 ProcessLinkAbove(
                     self._sender(rank, _HIDDEN_TAG, watchdog),
@@ -149,25 +147,38 @@ class StageWiring:
         if self._watchdog is not None:
             self._watchdog.check()
 
+    def sums_of(self, values: list[float], *, patience: int = 1) -> list[float]:
+        """Return the sums of all ranks' values; wait at most for `patience` steps. Collective.
+
+        They are few numbers, on the CPU.
+        """
+        group = self.world.group
+        if group is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        with waiting_for("their part of the loss", group):
+            work = dist.all_reduce(total, group=group, async_op=True)
+            # The world's group itself allows for the longer waits of a transition.
+            work.wait(timedelta(seconds=patience * self.timeout_s))
+        return total.tolist()
+
     def send_tied(self, stage: int, tensors: Sequence[Tensor]) -> None:
         """Send tensors to this pipeline's rank of another stage."""
-        (rank,), group = self._ranks_of(stage), self._groups.forward
+        (rank,), group, device = self._ranks_of(stage), self.groups.forward, self.world.link_device
         with waiting_for("to take a tied gradient", group, source=rank):
             for tensor in tensors:
-                work = dist.isend(
-                    tensor.contiguous().to(self._link_device), rank, group, _TIED_TAG
-                )
+                work = dist.isend(tensor.contiguous().to(device), rank, group, _TIED_TAG)
                 assert work is not None
                 work.wait(timedelta(seconds=self.timeout_s))
 
     def receive_tied(self, stage: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Receive tensors as these from this pipeline's rank of another stage."""
-        (rank,), group = self._ranks_of(stage), self._groups.forward
+        (rank,), group, device = self._ranks_of(stage), self.groups.forward, self.world.link_device
         received = []
         with waiting_for("a tied gradient", group, source=rank):
             for pattern in like:
                 tensor = torch.empty_like(
-                    pattern, device=self._link_device, memory_format=torch.contiguous_format
+                    pattern, device=device, memory_format=torch.contiguous_format
                 )
                 work = dist.irecv(tensor, rank, group, _TIED_TAG)
                 assert work is not None
@@ -177,11 +188,11 @@ class StageWiring:
 
     def _ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the workers of a stage of this rank's pipeline, in the order of their turns."""
-        return self._topology.stage_of_replica(self.replica, stage)
+        return self.topology.stage_of_replica(self.replica, stage)
 
     def _sides_of(self, stage: int) -> tuple[str, ...]:
         model, boundaries = self.task.model, self.plan.boundaries
-        is_last = stage == self._topology.length - 1
+        is_last = stage == self.topology.length - 1
         names = model.sides_of(boundaries[stage], boundaries[stage + 1])
         return (*names, *(model.targets if is_last else ()))
 
@@ -193,10 +204,10 @@ class StageWiring:
     def _sender(self, rank: int, tag: int, watchdog: Watchdog | None = None) -> Sender:
         peer = self._peer(rank, tag, watchdog)
         # 1F1B keeps at most as many micro-batches in flight as the pipeline has workers.
-        return Sender(peer, most_pending=sum(self._topology.workers) + 1)
+        return Sender(peer, most_pending=sum(self.topology.workers) + 1)
 
     def _peer(self, rank: int, tag: int, watchdog: Watchdog | None = None) -> Peer:
-        group = self._groups.backward if tag == _GRADIENT_TAG else self._groups.forward
+        group = self.groups.backward if tag == _GRADIENT_TAG else self.groups.forward
         assert group is not None
         name = _NAMES[tag]
         return Peer(rank, group, tag, name, self.timeout_s, watchdog, PeerError)

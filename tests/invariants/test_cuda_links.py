@@ -383,7 +383,7 @@ def step_after_a_lost_sum() -> tuple[str, int, bool]:
         told: list[Any] = []
         with pytest.MonkeyPatch.context() as patching:
             patching.setattr(stage._wiring, "_watchdog", LostSum())
-            patching.setattr(stage._sums, "of", told.append)
+            patching.setattr(stage._wiring, "sums_of", told.append)
             with pytest.raises(PeerError, match="waited for rank 1") as caught:
                 trainer.step()
         same = all(map(torch.equal, before, weights_of(trainer)))

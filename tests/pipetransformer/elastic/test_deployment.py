@@ -347,7 +347,7 @@ def change_locally() -> list[str]:
         trainer.step()
         deployment = deployment_of(trainer)
         deployment.change(decision((0, 4, 8)))
-        groups = deployment.active_stage._wiring._groups
+        groups = deployment.active_stage._wiring.groups
         before = {name: t.data_ptr() for name, t in held(deployment).items()}
         for to in (
             decision((0, 4, 8), micro_batches=4),
@@ -365,7 +365,7 @@ def change_locally() -> list[str]:
             after = {name: t.data_ptr() for name, t in held(deployment).items()}
             if after != before:
                 touched.append(f"{to.plan}: tensors replaced")
-            if deployment.active_stage._wiring._groups != groups:
+            if deployment.active_stage._wiring.groups != groups:
                 touched.append(f"{to.plan}: groups replaced")
     return touched
 
