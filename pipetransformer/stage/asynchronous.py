@@ -135,7 +135,7 @@ class AsynchronousStage(Stage):
         # A rank without samples waits for the whole stream.
         summed = self._wiring.sums_of(values.flatten().tolist(), patience=len(told))
         by_step = torch.tensor(summed, dtype=torch.float64).view_as(values)
-        sums = [StepSums.of(row) for row in by_step.tolist()]
+        sums = [StepSums(*row) for row in by_step.tolist()]
         total_s = time.perf_counter() - start
         self._refusals.check(sums, wrong, first_step=steps[0].step)
         self._check_stream(steps, sums, rows)
@@ -271,17 +271,9 @@ def _results(
         "all_reduce": 0.0,
         "data": data_s / num,
     }
-    return deque(
-        StepResult.of(
-            StepNumbers(
-                mean_of(one.loss, one.count),
-                math.sqrt(max(0.0, one.squares)),
-                False,
-                one,
-            ),
-            own,
-            seconds=total_s / num,
-            spent_s=spent_s,
-        )
-        for one, own in zip(told, stats, strict=True)
-    )
+    results = deque[StepResult]()
+    for one, own in zip(told, stats, strict=True):
+        norm = math.sqrt(max(0.0, one.squares))
+        numbers = StepNumbers(mean_of(one.loss, one.count), norm, False, one)
+        results.append(StepResult(numbers, total_s / num, spent_s, own))
+    return results

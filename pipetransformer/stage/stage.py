@@ -23,7 +23,7 @@ from pipetransformer.stage.device_end import DeviceEnd
 from pipetransformer.stage.diagnosis import StageWatch
 from pipetransformer.stage.refusals import Refusals
 from pipetransformer.stage.step_end import HostEnd, StepEnd
-from pipetransformer.stage.step_graphs import StepGraphs, StepKernels, tell_why_not
+from pipetransformer.stage.step_graphs import StepGraphs, tell_why_not
 from pipetransformer.stage.step_result import StepResult
 from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.wiring import StageWiring
@@ -113,7 +113,8 @@ class Stage:
         return StepGraphs(
             self.trained,
             self._world.device,
-            StepKernels(self._train_on_device, self._loss_on_device),
+            train=self._train_on_device,
+            loss=self._loss_on_device,
             modules=[module for one in sublayers for module in one.module.modules()],
             repeats=bool(self._wiring.repeated),
         )
@@ -194,8 +195,7 @@ class Stage:
         }
         numbers = self._end.finish(coming, work, spent_s, wrong=wrong, stops=stops)
         self._end = self._later_end
-        seconds = time.perf_counter() - start
-        return StepResult.of(numbers, work.stats, seconds=seconds, spent_s=spent_s)
+        return StepResult(numbers, time.perf_counter() - start, spent_s, work.stats)
 
     def _replayed(
         self, coming: ComingStep, work: TrainWork, *, is_usual: bool

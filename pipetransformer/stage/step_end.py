@@ -201,7 +201,7 @@ class HostEnd(StepEnd):
         if not self._wiring.speaks_for_stage:  # Ranks of a stage hold equal gradients.
             squares = 0.0
         own = replace(own, loss=loss, count=count, squares=squares)
-        sums = StepSums.of(self._wiring.sums_of(own.as_list()))
+        sums = StepSums(*self._wiring.sums_of(own.as_list()))
         clock.stop()
         return sums
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -53,24 +52,14 @@ _HOOKS = (
 _Shapes: TypeAlias = tuple[tuple[Any, ...], ...]
 
 
-@dataclass(frozen=True)
-class StepKernels:
-    """Say what launches a step's kernels.
-
-    Args:
-        train: all of them: forward, backward, and the update; returns the step's numbers, (n,).
-        loss: those of its forward; returns the batch's mean loss, 0-dim.
-    """
-
-    train: Callable[[TrainWork], Tensor]
-    loss: Callable[[TrainWork], Tensor]
-
-
 @final
 class StepGraphs:
     """Capture and replay the steps of a run's only GPU.
 
     Args:
+        train: launches all kernels of a step: forward, backward, and the update; returns the
+            step's numbers, (n,).
+        loss: launches those of its forward; returns the batch's mean loss, 0-dim.
         modules: those that the step runs.
         repeats: whether layers run forward again in the backward.
     Attributes:
@@ -81,12 +70,13 @@ class StepGraphs:
         self,
         part: TrainedPart,
         device: torch.device,
-        kernels: StepKernels,
         *,
+        train: Callable[[TrainWork], Tensor],
+        loss: Callable[[TrainWork], Tensor],
         modules: list[nn.Module],
         repeats: bool,
     ) -> None:
-        self._part, self._device, self._kernels = part, device, kernels
+        self._part, self._device, self._train, self._loss = part, device, train, loss
         self._modules, self._repeats = modules, repeats
         self._tables = [table for one in modules for table in (one._parameters, one._buffers)]
         self._draws: dict[_Shapes, frozenset[int]] = {}
@@ -119,7 +109,7 @@ class StepGraphs:
         for own, given in zip(_entries(graph.parts), _entries(work.parts), strict=True):
             own.copy_(given, non_blocking=True)
         # In grad mode, as kernels and compiled blocks differ without.
-        expected = self._kernels.loss(work.alike(work.parts, work.seeding)) if looks else None
+        expected = self._loss(work.alike(work.parts, work.seeding)) if looks else None
         for seeded, piece in graph.pieces:
             if seeded is not None:
                 work.seed_layer(*seeded)
@@ -211,7 +201,7 @@ class StepGraphs:
             capture = Capture(graph, self._pool, draws, self._device)
             capture.begin(work)
             try:
-                graph.values = self._kernels.train(work.alike(graph.parts, capture))
+                graph.values = self._train(work.alike(graph.parts, capture))
             except BaseException:  # Also when interrupted: a checkpoint is still to be written.
                 capture.give_up()
                 raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -61,7 +61,7 @@ class LateNumbers:
 
     def __call__(self) -> StepNumbers:
         loss, norm, skipped, *rest = self.wait()
-        sums = self._own or StepSums.of(rest[-len(vars(StepSums())) - 1 : -1])
+        sums = self._own or StepSums(*rest[-len(vars(StepSums())) - 1 : -1])
         return StepNumbers(loss, norm, bool(skipped), sums)
 
     def check(self) -> None:
@@ -77,27 +77,19 @@ class StepResult:
 
     Args:
         numbers: what it computed.
-        seconds, breakdown: this rank's time, in all and by what it was spent on.
+        seconds, spent_s: this rank's time, in all and what is known of it; see `breakdown`.
         stats: of this rank's cache.
     """
 
     numbers: StepNumbers | LateNumbers
     seconds: float
-    breakdown: Mapping[str, float]
-    stats: CacheStats = field(default_factory=CacheStats)
+    spent_s: Mapping[str, float]
+    stats: CacheStats
 
-    @classmethod
-    def of(
-        cls,
-        numbers: StepNumbers | LateNumbers,
-        stats: CacheStats,
-        *,
-        seconds: float,
-        spent_s: Mapping[str, float],
-    ) -> StepResult:
-        """Report a step; what `spent_s` leaves of its seconds is "other"."""
-        breakdown = {**spent_s, "other": seconds - sum(spent_s.values())}
-        return cls(numbers, seconds, breakdown, stats)
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Return this rank's seconds by what they were spent on."""
+        return {**self.spent_s, "other": self.seconds - sum(self.spent_s.values())}
 
     def check(self) -> None:
         """Raise an error, on all ranks alike, if no step may follow this one. Collective."""
@@ -184,7 +176,3 @@ class StepSums:
 
     def as_list(self) -> list[float]:
         return [*map(float, vars(self).values())]
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> StepSums:
-        return cls(*values)
