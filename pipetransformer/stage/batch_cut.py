@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,6 +60,17 @@ class Turn:
         """Return the micro-batches that the rank takes."""
         return range(self.number, num_micro_batches, self.count)
 
+    def samples(self, ids: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the samples of these micro-batches, in order.
+
+        Args:
+            sizes: of all micro-batches of `ids`.
+        """
+        if self.count == 1:
+            return ids
+        parts = ids.split(list(sizes))
+        return torch.cat([ids[:0], *(parts[i] for i in self.own(len(parts)))])
+
 
 @dataclass(frozen=True)
 class RankShare:
@@ -96,7 +108,4 @@ class RankShare:
 
     def read_of_slice(self, ids: Tensor) -> Tensor:
         """Return what the rank reads of its replica's slice."""
-        if self.turn.count == 1:
-            return ids
-        parts = ids.split(list(self.cut.sizes(len(ids))))
-        return torch.cat([ids[:0], *(parts[i] for i in self.turn.own(len(parts)))])
+        return self.turn.samples(ids, self.cut.sizes(len(ids)))

@@ -250,8 +250,8 @@ class Stage:
 
     def _bring_samples(self, work: LayerWork) -> None:
         """Read a work's samples on stage 0; elsewhere wait for the header of what it will send."""
-        start, batches, own_ids = time.perf_counter(), work.batches, work.own_ids()
-        side_in = self._wiring.side_in
+        start, batches, side_in = time.perf_counter(), work.batches, self._wiring.side_in
+        own_ids = self._wiring.turn.samples(batches.ids, batches.sizes)
         if self.index == 0 and len(own_ids):
             # All at once: single micro-batches would fill few of the frozen prefix's chunks.
             try:

@@ -184,10 +184,6 @@ class LayerWork(StageWork):
 
             raise named(error, what, compute, given, ids) from error
 
-    def own_ids(self) -> Tensor:
-        """Return the samples of all own micro-batches, in order."""
-        return torch.cat([self.batches.ids[:0], *map(self._ids_of, self.own)])
-
     def _ids_of(self, micro_batch: int) -> Tensor:
         return self.batches.ids.split(list(self.batches.sizes))[micro_batch]
 
