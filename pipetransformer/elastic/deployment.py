@@ -162,11 +162,8 @@ class Deployment:
             for shard, ranks in self._ownership.shards().items()
             if split_shard_name(shard)[1] == WEIGHTS
         }
-        self._held.weights_device = device
-        try:
-            self._move(before, {shard: ranks | {0} for shard, ranks in before.items()})
-        finally:
-            self._held.weights_device = self._world.device
+        after = {shard: ranks | {0} for shard, ranks in before.items()}
+        self._move(before, after, weights_device=device)
 
     def copy_weights(self, *, movable: bool = False) -> dict[str, Tensor]:
         """Return copies of the model's state in rank 0's host memory, {} elsewhere. Collective.
@@ -223,11 +220,8 @@ class Deployment:
         }
         before = {shard_name(name, WEIGHTS): frozenset([0]) for name in lacking}
         after = {shard_name(name, WEIGHTS): frozenset({0, *lacking[name]}) for name in lacking}
-        self._held.weights_device = torch.device("cpu")  # Where models are before a run.
-        try:
-            self._move(before, after)
-        finally:
-            self._held.weights_device = self._world.device
+        # Models are in host memory before a run.
+        self._move(before, after, weights_device=torch.device("cpu"))
 
     @contextmanager
     def whole_on_rank_0(self) -> Iterator[None]:
@@ -295,15 +289,23 @@ class Deployment:
             for name in holders
         }
 
-    def _move(self, before: Holders, after: Holders) -> int:
-        return move_shards(
-            before,
-            after,
-            self._held,
-            group=self._world.group,
-            device=self._world.device,
-            slots_per_node=self._world.slots_per_node,
-        )
+    def _move(
+        self, before: Holders, after: Holders, *, weights_device: torch.device | None = None
+    ) -> int:
+        """Move shards, weights to a device, by default the rank's own. Collective."""
+        world = self._world
+        self._held.weights_device = weights_device or world.device
+        try:
+            return move_shards(
+                before,
+                after,
+                self._held,
+                group=world.group,
+                device=world.device,
+                slots_per_node=world.slots_per_node,
+            )
+        finally:
+            self._held.weights_device = world.device
 
     def _leave_stage(self) -> None:
         """Keep the optimizer's state, and let go of all else: gradients, buckets, links."""

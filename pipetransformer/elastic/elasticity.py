@@ -199,7 +199,7 @@ class Elasticity:
         Raises:
             RuntimeError: the policy or the planner failed; rank 0 raises its very error.
         """
-        current, step, probe = self.decision, self.timeline.position.step, self._observing.probe
+        current, step = self.decision, self.timeline.position.step
         if current is not None and not self.timeline.decision_due(current.step):
             return self._review_plan() if self.review_step == step else None
         self._calibrate()
@@ -208,9 +208,8 @@ class Elasticity:
         observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
         observe_s, look_s = time.perf_counter() - start, observed.look_s
         change = self._decide(partial(self._choose, observed))
-        if probe is not None and current is None:
-            # A look needs a stage. Later looks are compared with this first one.
-            look_s = probe.look(self.deployment.active_stage, step)[1]
+        if current is None:  # A look needs a stage. Later ones are compared with this first one.
+            _, look_s = self._observing.look(self.deployment.active_stage, step)
             observe_s += look_s
         return replace(change, look_s=look_s, observe_s=observe_s)
 
@@ -229,8 +228,7 @@ class Elasticity:
 
     def look_back(self) -> None:
         """Take a last look at the layers, if the run probes them. Collective."""
-        if self._observing.probe is not None:
-            self._observing.probe.look(self.deployment.active_stage, self.timeline.position.step)
+        self._observing.look(self.deployment.active_stage, self.timeline.position.step)
 
     def note_step(self, result: StepResult, learning_rate: float) -> float | None:
         """Watch a step; return once for every plan what its steps take, in seconds."""
@@ -252,8 +250,7 @@ class Elasticity:
     def close(self) -> None:
         """Close the journal, and let go of the probe's samples."""
         self._publication.close()
-        if self._observing.probe is not None:
-            self._observing.probe.close()
+        self._observing.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
@@ -275,9 +272,7 @@ class Elasticity:
         self.decision = Decision.from_json(decided["current"])
         self._frozen_since = tuple(decided["frozen_since"])
         self.planner.load_state_dict(decided["planner"])
-        self._observing.load_state_dict(state["observing"])
-        if self._observing.probe is not None:
-            self._observing.probe.resume(self.timeline.position.step)
+        self._observing.load_state_dict(state["observing"], self.timeline.position.step)
         if (review := state.get("review")) is not None:
             self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
 

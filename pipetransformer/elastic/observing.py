@@ -213,7 +213,7 @@ class Observing:
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
         self._world = world
         self._losses, self._rates = _Mean(), _Mean()
-        self.probe = OutputProbe(task, world, feed) if task.signals & PROBE_SIGNALS else None
+        self._probe = OutputProbe(task, world, feed) if task.signals & PROBE_SIGNALS else None
 
     def note_step(self, loss: float, learning_rate: float) -> None:
         self._losses.add(loss)
@@ -226,10 +226,19 @@ class Observing:
         parts = gather_json(stage.trained.signals.measured(), group=self._world.group)
         measured = IntervalSignals.joined(parts)
         stage.trained.signals.reset()
-        probed, look_s = ({}, 0.0) if self.probe is None else self.probe.look(stage, step)
+        probed, look_s = self.look(stage, step)
         losses, rates = self._losses, self._rates
         self._losses, self._rates = _Mean(), _Mean()
         return Observed(measured, probed, look_s, losses.mean, rates.mean)
+
+    def look(self, stage: Stage, step: int) -> tuple[Probed, float]:
+        """Look at the layers, if the run probes them; see `OutputProbe.look`. Collective."""
+        return ({}, 0.0) if self._probe is None else self._probe.look(stage, step)
+
+    def close(self) -> None:
+        """Let go of the probe's samples."""
+        if self._probe is not None:
+            self._probe.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know beside the stages' signals, as plain values."""
@@ -238,9 +247,11 @@ class Observing:
             "learning_rates": self._rates.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         self._losses.load_state_dict(state["losses"])
         self._rates.load_state_dict(state["learning_rates"])
+        if self._probe is not None:
+            self._probe.resume(step)
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
