@@ -27,9 +27,8 @@ from torch import Tensor
 from autodp import MessageSums
 from pipetransformer.errors import NonFiniteError, PeerError
 from pipetransformer.feed import ComingStep
-from pipetransformer.stage.diagnosis import Finding
-from pipetransformer.stage.refusals import Refusals
-from pipetransformer.stage.step_end import StepEnd, decided
+from pipetransformer.stage.refusals import Finding, Refusals
+from pipetransformer.stage.step_end import StepEnd, step_factors
 from pipetransformer.stage.step_result import LateNumbers, StepNumbers, StepSums
 from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.wiring import StageWiring
@@ -133,7 +132,7 @@ class DeviceEnd(StepEnd):
             missing = (number - self._all_numbers(work.step)).abs()
             refused = told[_REFUSED].sum() + missing != 0
         assert isinstance(total, Tensor), "a loss with a gradient is a tensor"
-        step = decided(total, count, squares, divisor=work.loss.divisor, limit=self._limit)
+        step = step_factors(total, count, squares, divisor=work.loss.divisor, limit=self._limit)
         # inf - inf and anything with NaN is NaN, which differs from 0.
         bad = (step.loss + step.norm) - (step.loss + step.norm) != 0
         self._part.signals.add(measured, scale=step.correction, skips=bad)

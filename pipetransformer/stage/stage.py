@@ -20,8 +20,8 @@ from pipetransformer.model import LossScale, Task, in_mode, modes_of, set_modes
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import BatchCut, RankShare
 from pipetransformer.stage.device_end import DeviceEnd
-from pipetransformer.stage.diagnosis import StageWatch
 from pipetransformer.stage.refusals import Refusals
+from pipetransformer.stage.stage_watch import StageWatch
 from pipetransformer.stage.step_end import HostEnd, StepEnd
 from pipetransformer.stage.step_graphs import StepGraphs, tell_why_not
 from pipetransformer.stage.step_result import StepResult

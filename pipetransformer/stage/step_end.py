@@ -1,7 +1,7 @@
 """End a step: join its loss, sum, scale and clip its gradients, update or skip.
 
 Either the host decides, once all ranks have told their sums, or the GPUs do (see `device_end`).
-Both compute alike: `decided`.
+Both compute alike: `step_factors`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -20,9 +20,8 @@ from torch import Tensor
 from autopipe.loss import mean_and_correction
 from freeze.signals import Measured
 from pipetransformer.feed import ComingStep
-from pipetransformer.model import LossScale
-from pipetransformer.stage.diagnosis import find_nonfinite
-from pipetransformer.stage.refusals import Refusals
+from pipetransformer.model import LossScale, trained_parameters
+from pipetransformer.stage.refusals import Finding, Refusals
 from pipetransformer.stage.step_result import LateNumbers, StepNumbers, StepSums
 from pipetransformer.stage.trained_part import TrainedPart
 from pipetransformer.stage.wiring import StageWiring
@@ -59,7 +58,7 @@ class StepEnd(ABC):
 
 
 @dataclass(frozen=True)
-class Decided:
+class StepFactors:
     """Say what follows from a step's sums; 0-dim float64, None is a factor of 1.
 
     Args:
@@ -75,9 +74,9 @@ class Decided:
     factor: Tensor | None
 
 
-def decided(
+def step_factors(
     total: Tensor, count: Tensor | float, squares: Tensor, *, divisor: float, limit: float | None
-) -> Decided:
+) -> StepFactors:
     """Return what follows from the losses' sum and count, and the gradient's squared norm.
 
     Nothing here waits for a device.
@@ -100,7 +99,7 @@ def decided(
         most = torch.tensor(limit, dtype=torch.float64)
         clip = torch.div(most, norm + 1e-6).masked_fill(norm <= limit, 1.0)
         factor = clip if factor is None else factor * clip
-    return Decided(loss, norm, correction, factor)
+    return StepFactors(loss, norm, correction, factor)
 
 
 class _Clock:
@@ -212,7 +211,7 @@ class HostEnd(StepEnd):
         gradients, signals = self._part.gradients, self._part.signals
         numbers = torch.tensor((sums.loss, sums.count, sums.squares), dtype=torch.float64)
         limit = self._wiring.task.config.max_grad_norm
-        step = decided(*numbers.unbind(), divisor=divisor, limit=limit)
+        step = step_factors(*numbers.unbind(), divisor=divisor, limit=limit)
         loss, norm, correction = float(step.loss), float(step.norm), step.correction
         if math.isfinite(norm):
             signals.add(measured, scale=correction)
@@ -230,19 +229,29 @@ class HostEnd(StepEnd):
             return False
         what = f"step {step}: the loss is {loss}, the gradient's norm {norm}"
         if not scale.explains(loss, norm):
-            own = find_nonfinite(
-                self._wiring.task,
-                self._part.indices,
-                loss=float(work.loss.sums()[0]),
-                reducer=self._part.reducer,
-            )
-            self._refusals.nonfinite(what, step, work.batches, own)
+            self._refusals.nonfinite(what, step, work.batches, self._found(work))
             return True
         if self._wiring.world.is_main:
             text = "%s at a loss scale of %g, which is halved: the step is skipped on all ranks"
             _LOGGER.info(text, what, scale.value)
         scale.shrink()
         return True
+
+    def _found(self, work: TrainWork) -> Finding:
+        """Return what is not finite on this rank."""
+        part, found = self._part, Finding(not math.isfinite(float(work.loss.sums()[0])))
+        # They are still beside the replicas' sums.
+        own = {} if part.reducer is None else part.reducer.own_gradients
+        for index in part.indices:
+            parameters = trained_parameters(self._wiring.task, (index,)).values()
+            if _has_nonfinite(p.grad for p in parameters):
+                brought = _has_nonfinite(own.get(p, p.grad) for p in parameters)
+                found = Finding(found.in_loss, index, brought)
+        return found
+
+
+def _has_nonfinite(gradients: Iterable[Tensor | None]) -> bool:
+    return any(one is not None and not bool(one.isfinite().all()) for one in gradients)
 
 
 def _read(numbers: Sequence[Tensor | float], device: torch.device) -> list[float]:

@@ -21,7 +21,7 @@ from autopipe.loss import BatchMean, LossValue, SplitProbe, head_of, precise, su
 from freeze.signals import gram
 from pipetransformer.config import Metric
 from pipetransformer.feed import Batch, Rows, seed_plainly, seed_torch
-from pipetransformer.stage.diagnosis import named
+from pipetransformer.stage.bad_samples import name_sample
 from pipetransformer.stage.predictions import KeptOutputs
 from pipetransformer.stage.step_result import StepSums
 from pipetransformer.stage.wiring import StageWiring
@@ -147,7 +147,7 @@ class LayerWork(StageWork):
             if indices.start:
                 raise
             run, ids = partial(task.model.run, last=indices.stop), self._ids_of(micro_batch)
-            raise named(error, f"{self.where}the model", run, entries, ids) from error
+            raise name_sample(error, f"{self.where}the model", run, entries, ids) from error
         assert isinstance(value, Tensor)
         size = self.batches.sizes[micro_batch]
         if value.ndim == 0 or len(value) != size:
@@ -182,7 +182,7 @@ class LayerWork(StageWork):
             def compute(part: dict[str, Any]) -> Any:
                 return loss_fn(part["output"], part["target"])
 
-            raise named(error, what, compute, given, ids) from error
+            raise name_sample(error, what, compute, given, ids) from error
 
     def _ids_of(self, micro_batch: int) -> Tensor:
         return self.batches.ids.split(list(self.batches.sizes))[micro_batch]

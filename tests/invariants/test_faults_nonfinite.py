@@ -165,7 +165,7 @@ def spoil_a_step(
             hooks = spoil(trainer, bad.get(trainer.world.rank, ()), value)
             try:
                 # A user's hook on a parameter is refused; this one stands for what a kernel does.
-                with mock.patch("pipetransformer.stage.diagnosis.has_hooks", return_value=False):
+                with mock.patch("pipetransformer.stage.stage_watch.has_hooks", return_value=False):
                     result = trainer.step()
             except NonFiniteError as error:
                 return str(error), warnings, True
