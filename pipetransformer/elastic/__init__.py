@@ -1,6 +1,6 @@
 """Decide at a step boundary, write it down, and carry it out.
 
-observing ─► elasticity ─► decision ─► journal: written down, and told
+observer ─► elasticity ─► decision ─► journal: written down, and told
                 │ └─► planner ─► costs; planners: which pipeline
                 └───► deployment ─► shards: who holds what, and how it moves
 """
@@ -9,7 +9,7 @@ from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.elasticity import Change, Elasticity
 from pipetransformer.elastic.journal import plan_shape
-from pipetransformer.elastic.observing import PROBE_FOLDER, read_looks
+from pipetransformer.elastic.observer import PROBE_FOLDER, read_looks
 from pipetransformer.elastic.planners import (
     PlanSituation,
     complete_request,

@@ -31,7 +31,7 @@ from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, plan_name, steady_
 from pipetransformer.elastic.decision import Decision, Proposal
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.journal import Publication
-from pipetransformer.elastic.observing import Observed, Observing
+from pipetransformer.elastic.observer import Observation, Observer
 from pipetransformer.elastic.planner import RunPlanner
 from pipetransformer.feed import Clock, SampleFeed, Timeline
 from pipetransformer.measure import measure
@@ -122,7 +122,7 @@ class Elasticity:
         self.deployment, self.feed, self.timeline = deployment, feed, timeline
         self.decision: Decision | None = None
         self._frozen_since: tuple[int, ...] = ()
-        self._observing = Observing(task, world, feed)
+        self._observer = Observer(task, world, feed)
         self._planner: RunPlanner | None = None
         self._publication = Publication(task, world)
         self._pace = Pace()
@@ -204,12 +204,12 @@ class Elasticity:
             return self._review_plan() if self.review_step == step else None
         self._calibrate()
         start = time.perf_counter()
-        observed = self._observing.collect(self.deployment.stage, step)
+        observed = self._observer.collect(self.deployment.stage, step)
         observed = replace(observed, metrics=metrics, evaluated_at=evaluated_at)
         observe_s, look_s = time.perf_counter() - start, observed.look_s
         change = self._decide(partial(self._choose, observed))
         if current is None:  # A look needs a stage. Later ones are compared with this first one.
-            _, look_s = self._observing.look(self.deployment.active_stage, step)
+            _, look_s = self._observer.look(self.deployment.active_stage, step)
             observe_s += look_s
         return replace(change, look_s=look_s, observe_s=observe_s)
 
@@ -228,12 +228,12 @@ class Elasticity:
 
     def look_back(self) -> None:
         """Take a last look at the layers, if the run probes them. Collective."""
-        self._observing.look(self.deployment.active_stage, self.timeline.position.step)
+        self._observer.look(self.deployment.active_stage, self.timeline.position.step)
 
     def note_step(self, result: StepResult, learning_rate: float) -> float | None:
         """Watch a step; return once for every plan what its steps take, in seconds."""
         self._has_just_measured = False
-        self._observing.note_step(result.loss, learning_rate)
+        self._observer.note_step(result.loss, learning_rate)
         decision = self._current
         seconds, fetch_s = steady_step(
             result.breakdown,
@@ -250,7 +250,7 @@ class Elasticity:
     def close(self) -> None:
         """Close the journal, and let go of the probe's samples."""
         self._publication.close()
-        self._observing.close()
+        self._observer.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know, as plain values."""
@@ -261,7 +261,7 @@ class Elasticity:
                 "frozen_since": list(self._frozen_since),
                 "planner": self.planner.state_dict(),
             },
-            "observing": self._observing.state_dict(),
+            "observing": self._observer.state_dict(),
             "review": self._review and asdict(self._review),
         }
 
@@ -272,7 +272,7 @@ class Elasticity:
         self.decision = Decision.from_json(decided["current"])
         self._frozen_since = tuple(decided["frozen_since"])
         self.planner.load_state_dict(decided["planner"])
-        self._observing.load_state_dict(state["observing"], self.timeline.position.step)
+        self._observer.load_state_dict(state["observing"], self.timeline.position.step)
         if (review := state.get("review")) is not None:
             self._review = Review(**{**review, "left": PipelinePlan.from_json(review["left"])})
 
@@ -289,7 +289,7 @@ class Elasticity:
                 self.clock(), self.decision, measured_s=measured_s, computed_s=computed_s
             )
 
-    def _context(self, clock: Clock, observed: Observed) -> FreezeContext:
+    def _context(self, clock: Clock, observed: Observation) -> FreezeContext:
         """Return what the policy sees."""
         current = self.decision
         num_frozen, resting = (current.num_frozen, current.resting) if current else (0, ())
@@ -307,7 +307,7 @@ class Elasticity:
             predict=lambda frozen: plan_for(clock, frozen, current)[0].predicted_step_s,
         )
 
-    def _choose(self, observed: Observed, clock: Clock) -> Proposal:
+    def _choose(self, observed: Observation, clock: Clock) -> Proposal:
         """Ask the policy, then the planner. On rank 0."""
         before, context = self.decision, self._context(clock, observed)
         # A replay asks too, as the policy's own state must go on.

@@ -106,7 +106,7 @@ def _said(store: dist.Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def settled(seats: Sequence[Seat]) -> list[Seat]:
+def assign_gpus(seats: Sequence[Seat]) -> list[Seat]:
     """Return the seats, with a GPU for each process of a node whose processes see one each.
 
     srun and Ray start processes so. Each sees its GPU as the first and only one, and cannot tell

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autodp import Topology, gather_json, link_device
 from autopipe.plan import fitting_lengths
-from pipetransformer.processes.meeting import Seat, meet, settled
+from pipetransformer.processes.meeting import Seat, assign_gpus, meet
 
 STORE_VARIABLE = "PIPETRANSFORMER_STORE"
 
@@ -172,7 +172,7 @@ def connect(device: str, *, timeout_s: float) -> World:
         owned = is_new or _is_owned(group)
         world = World(rank, size, slots, torch.device("cpu"), group, owned=owned)
         try:
-            seats = settled([Seat(**one) for one in gather_json(asdict(seat), group=group)])
+            seats = assign_gpus([Seat(**one) for one in gather_json(asdict(seat), group=group)])
         except ValueError:  # On every rank; after a failed wait, closing would wait once more.
             world.close()
             raise
@@ -298,7 +298,7 @@ def _initialise(rank: int, size: int, seat: Seat, timeout: timedelta) -> list[Se
         _number("MASTER_PORT", range(1, 1 << 16))
         meeting_store = next(rendezvous("env://", timeout=timeout))[0]
     name, seats = meet(meeting_store, rank, size, seat, timeout_s=timeout.total_seconds())
-    seats = settled(seats)
+    seats = assign_gpus(seats)
     backend = "cpu:gloo,cuda:nccl" if seats[rank].device == "cuda" else "gloo"
     # An earlier world's keys stay in the store; its addresses must not be found again.
     store = dist.PrefixStore(name, meeting_store)

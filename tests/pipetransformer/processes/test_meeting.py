@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pipetransformer.processes.meeting import Seat, check_seats, meet, settled
+from pipetransformer.processes.meeting import Seat, assign_gpus, check_seats, meet
 
 
 def two_nodes(slots: int = 2) -> list[Seat]:
@@ -29,11 +29,11 @@ def test_ranks_numbered_node_by_node_are_accepted() -> None:
 def test_only_a_node_whose_processes_see_one_gpu_each_is_given_these() -> None:
     seats = [replace(seat, only_gpu=name) for seat, name in zip(two_nodes(), "pqrs", strict=True)]
     refused = [replace(seat, refusal="sees 1") for seat in seats]
-    assert [seat.device for seat in settled(refused)] == ["cuda"] * 4
+    assert [seat.device for seat in assign_gpus(refused)] == ["cuda"] * 4
     for last in ("r", ""):  # The last two see the same one, or one of them none or several.
         mixed = [*seats[:3], replace(seats[3], only_gpu=last)]
         with pytest.raises(ValueError, match=r"a uses cuda \(ranks 0, 1\), b uses cpu"):
-            settled(mixed)
+            assign_gpus(mixed)
 
 
 def test_nodes_of_different_sizes_are_refused_by_name() -> None:

@@ -201,7 +201,7 @@ def test_ranks_that_share_gpus_talk_over_gloo_and_others_over_nccl(
 
     have_gpus(monkeypatch, 4)
     monkeypatch.setattr(world_module, "meet", agree)
-    monkeypatch.setattr(world_module, "settled", lambda places: places)
+    monkeypatch.setattr(world_module, "assign_gpus", lambda places: places)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     connect(device, timeout_s=1.0)
@@ -327,7 +327,7 @@ def made_groups(monkeypatch: pytest.MonkeyPatch, config: str) -> list[dict[str, 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(world_module, "gather_json", lambda value, group: [value] * 8)
-    monkeypatch.setattr(world_module, "settled", lambda seats: seats)
+    monkeypatch.setattr(world_module, "assign_gpus", lambda seats: seats)
     return asked
 
 

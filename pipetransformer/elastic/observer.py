@@ -136,7 +136,7 @@ def read_looks(folder: Path) -> dict[int, Grams]:
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observation:
     """Hold what is known of an interval.
 
     Args:
@@ -207,7 +207,7 @@ class _Mean:
 
 
 @final
-class Observing:
+class Observer:
     """Observe a run from decision to decision."""
 
     def __init__(self, task: Task, world: World, feed: SampleFeed) -> None:
@@ -219,17 +219,17 @@ class Observing:
         self._losses.add(loss)
         self._rates.add(learning_rate)
 
-    def collect(self, stage: Stage | None, step: int) -> Observed:
+    def collect(self, stage: Stage | None, step: int) -> Observation:
         """Return what was seen since the last call, on rank 0, and start over. Collective."""
         if stage is None:
-            return Observed()
+            return Observation()
         parts = gather_json(stage.trained.signals.measured(), group=self._world.group)
         measured = IntervalSignals.joined(parts)
         stage.trained.signals.reset()
         probed, look_s = self.look(stage, step)
         losses, rates = self._losses, self._rates
         self._losses, self._rates = _Mean(), _Mean()
-        return Observed(measured, probed, look_s, losses.mean, rates.mean)
+        return Observation(measured, probed, look_s, losses.mean, rates.mean)
 
     def look(self, stage: Stage, step: int) -> tuple[Probed, float]:
         """Look at the layers, if the run probes them; see `OutputProbe.look`. Collective."""
