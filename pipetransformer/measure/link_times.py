@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -39,24 +39,15 @@ def measure_messages(world: World, work: Callable[[], object]) -> dict[str, Any]
     """
     if world.group is None:
         return {"link": _FREE, "node_link": _FREE, "step_overhead_s": 0.0}
-    alone = _Work(work, typical_s(work, repeats=_TURNS))
-    slots = world.slots_per_node
-    within = _measure_link(world, 1, alone) if slots > 1 and world.size > 1 else None
-    between = _measure_link(world, slots, alone) if world.size > slots else None
+    work_s, slots = typical_s(work, repeats=_TURNS), world.slots_per_node
+    within = _measure_link(world, 1, work, work_s) if slots > 1 and world.size > 1 else None
+    between = _measure_link(world, slots, work, work_s) if world.size > slots else None
     return {
         "link": within or between or _FREE,
         "node_link": between or within or _FREE,
         # Ranks agree twice a step.
-        "step_overhead_s": 2 * _agreement_s(world, alone),
+        "step_overhead_s": 2 * _agreement_s(world, work, work_s),
     }
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Hold work like a stage's, with the seconds that it takes by itself."""
-
-    do: Callable[[], object]
-    seconds: float
 
 
 def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[AllReduceCost, ...]:
@@ -82,7 +73,7 @@ def measure_sums(world: World, num_bytes: int, *, timeout_s: float) -> tuple[All
     return tuple(costs)
 
 
-def _agreement_s(world: World, work: _Work) -> float:
+def _agreement_s(world: World, work: Callable[[], object], work_s: float) -> float:
     """Return the seconds of a sum of two numbers over the world.
 
     Ranks come to it from their work, some earlier than others.
@@ -90,13 +81,15 @@ def _agreement_s(world: World, work: _Work) -> float:
     numbers = torch.zeros(2, dtype=torch.float64)
 
     def work_and_agree() -> None:
-        work.do()
+        work()
         dist.all_reduce(numbers, group=world.group)
 
-    return max(0.0, typical_s(work_and_agree, repeats=_TURNS) - work.seconds)
+    return max(0.0, typical_s(work_and_agree, repeats=_TURNS) - work_s)
 
 
-def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
+def _measure_link(
+    world: World, distance: int, work: Callable[[], object], work_s: float
+) -> LinkCost:
     """Time messages, there and back, between each rank and the rank at a distance above it."""
     position = world.rank % (2 * distance)
     is_lower = position < distance
@@ -107,10 +100,10 @@ def _measure_link(world: World, distance: int, work: _Work) -> LinkCost:
         pings = [repeats_s(partial(turn, num), repeats=_TURNS) for num in (1, _PROBE_BYTES)]
         small_s, large_s = (statistics.median(taken) / 2 for taken in pings)
         rate = _PROBE_BYTES / max(large_s - small_s, 1e-9)
-        turn_s = typical_s(partial(turn, 1, work=work.do), repeats=_TURNS)
+        turn_s = typical_s(partial(turn, 1, work=work), repeats=_TURNS)
         # A message also costs both ends time: to handle it, to wake up, and to compute with caches
         # that have gone cold.
-        overhead_s = max(0.0, turn_s / 2 - work.seconds - small_s) / 2
+        overhead_s = max(0.0, turn_s / 2 - work_s - small_s) / 2
         cost = LinkCost(small_s, rate, overhead_s, quartiles(pings[0]))
     agreed = broadcast_json(cost and asdict(cost), group=world.group)
     return LinkCost(**with_tuples(agreed))

@@ -176,8 +176,7 @@ def test_links_and_sums_keep_the_quartiles_of_their_repeats(
     repeats = [8.0, 2.0, 4.0, 5.0, 3.0]
     monkeypatch.setattr(link_times, "repeats_s", lambda *_, **__: repeats)
     monkeypatch.setattr(link_times, "typical_s", lambda *_, **__: 0.0)
-    work = link_times._Work(lambda: None, 0.0)
-    link = link_times._measure_link(world(0, 2, 2), 1, work)
+    link = link_times._measure_link(world(0, 2, 2), 1, lambda: None, 0.0)
     assert (link.latency_s, link.spread) == (2.0, (0.75, 1.25))
     monkeypatch.setattr(link_times, "_sums_s", lambda *_: repeats)
     monkeypatch.setattr(link_times, "_stage_group", lambda *_: nullcontext())
