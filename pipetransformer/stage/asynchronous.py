@@ -116,7 +116,7 @@ class AsynchronousStage(Stage):
 
         def update(number: int) -> None:
             work = stream.take(number)
-            data_s.append(work.data_s)
+            data_s.append(work.spent_s["data"])
             told.append(self._update_once(steps[number], work))
             stats.append(work.stats)
 

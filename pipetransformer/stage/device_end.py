@@ -80,13 +80,7 @@ class DeviceEnd(StepEnd):
             raise self._ended
 
     def finish(
-        self,
-        coming: ComingStep,
-        work: TrainWork,
-        spent_s: dict[str, float],
-        *,
-        wrong: str,
-        stops: bool,
+        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
     ) -> LateNumbers:
         start, part, reducer = time.perf_counter(), self._part, self._part.reducer
         marks: list[torch.cuda.Event] = []
@@ -108,8 +102,8 @@ class DeviceEnd(StepEnd):
         judge = partial(self._judge, step=coming.step, batches=work.batches, wrong=wrong)
         alone = own if self._sums is None else None
         numbers = LateNumbers(values, alone, self._wiring.check, judge)
-        spent_s["compute"] += time.perf_counter() - start
-        self._await_newest(spent_s)
+        work.spent_s["compute"] += time.perf_counter() - start
+        self._await_newest(work.spent_s)
         self._newest = numbers, marks
         return numbers
 

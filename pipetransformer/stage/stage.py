@@ -187,15 +187,11 @@ class Stage:
             report = self._with_kernels(report, recorder)
         wrong = intrusion or (self._watch.find_written() if looks else "")
         self._has_unseen = not looks
-        spent_s = {
-            "compute": report.compute_s,
-            "bubble": report.wait_s,
-            "all_reduce": 0.0,
-            "data": work.data_s,
-        }
-        numbers = self._end.finish(coming, work, spent_s, wrong=wrong, stops=stops)
+        work.spent_s["compute"] += report.compute_s
+        work.spent_s["bubble"] += report.wait_s
+        numbers = self._end.finish(coming, work, wrong=wrong, stops=stops)
         self._end = self._later_end
-        return StepResult(numbers, time.perf_counter() - start, spent_s, work.stats)
+        return StepResult(numbers, time.perf_counter() - start, work.spent_s, work.stats)
 
     def _replayed(
         self, coming: ComingStep, work: TrainWork, *, is_usual: bool
@@ -263,7 +259,7 @@ class Stage:
             work.take(whole)
         elif side_in is not None and batches.first is None:  # A stream has begun for all steps.
             side_in.begin(batches.sizes, work.own)
-        work.data_s += time.perf_counter() - start
+        work.spent_s["data"] += time.perf_counter() - start
 
     def evaluate(self, num_samples: int, rows: Rows, results: Results) -> None:
         """Collect the results of this replica's share of the examples 0..num_samples-1."""

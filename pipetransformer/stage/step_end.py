@@ -38,15 +38,9 @@ class StepEnd(ABC):
 
     @abstractmethod
     def finish(
-        self,
-        coming: ComingStep,
-        work: TrainWork,
-        spent_s: dict[str, float],
-        *,
-        wrong: str,
-        stops: bool,
+        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
     ) -> StepNumbers | LateNumbers:
-        """Update by the gradients of a step, or skip it; add to the seconds spent. Collective.
+        """Update by the gradients of a step, or skip it. Collective.
 
         Args:
             wrong: what this rank found wrong, or "".
@@ -150,13 +144,7 @@ class HostEnd(StepEnd):
         self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
 
     def finish(
-        self,
-        coming: ComingStep,
-        work: TrainWork,
-        spent_s: dict[str, float],
-        *,
-        wrong: str,
-        stops: bool,
+        self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
     ) -> StepNumbers:
         part, reducer, clock = self._part, self._part.reducer, _Clock(self._wiring.device)
         if reducer is not None:
@@ -177,8 +165,8 @@ class HostEnd(StepEnd):
             part.ties.sum()
             measured = part.signals.measure()
             sums = self._told(own, work, measured, clock)
-        spent_s["compute"] += clock.computed_s
-        spent_s[self._spent_on] += clock.summed_s
+        work.spent_s["compute"] += clock.computed_s
+        work.spent_s[self._spent_on] += clock.summed_s
         self._refusals.check([sums], wrong, first_step=coming.step)
         loss, norm = self._finish_gradients(sums, measured, work.loss.divisor)
         skipped = self._must_skip(coming.step, loss, norm, work)

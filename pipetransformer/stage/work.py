@@ -84,7 +84,7 @@ class LayerWork(StageWork):
         where: which step this is: the beginning of errors' texts.
         own: the micro-batches that this worker takes.
         parts: of those, the entries that this rank has read, on its device.
-        data_s: seconds spent on samples and side inputs.
+        spent_s: seconds, by what they were spent on; "data" is samples and side inputs.
     """
 
     where = ""
@@ -99,7 +99,7 @@ class LayerWork(StageWork):
         self.parts: dict[int, Batch] = {}
         self._sent: dict[int, Batch] = {}
         self._entries: dict[int, Batch] = {}
-        self.data_s = 0.0
+        self.spent_s = {"compute": 0.0, "bubble": 0.0, "all_reduce": 0.0, "data": 0.0}
 
     def take(self, whole: Batch) -> None:
         """Take the entries of all own micro-batches' samples; on stage 0."""
@@ -127,7 +127,7 @@ class LayerWork(StageWork):
         if len(self.parts) > 1 or self.batches.first is not None:
             batch = {name: part.clone() for name, part in batch.items()}
         self._entries[micro_batch] = batch
-        self.data_s += time.perf_counter() - start
+        self.spent_s["data"] += time.perf_counter() - start
         # The first sublayer takes the entries themselves.
         return Payload((batch[HIDDEN],) if HIDDEN in batch else ())
 
@@ -251,7 +251,7 @@ class TrainWork(LayerWork):
         assert not self._entries, "it has begun"
         other = copy.copy(self)
         other.parts, other.seeding, other._entries = parts, seeding, {}
-        other.loss = copy.deepcopy(self.loss)
+        other.loss, other.spent_s = copy.deepcopy(self.loss), dict(self.spent_s)
         return other
 
     def seed_layer(self, micro_batch: int, index: int) -> None:
