@@ -1,7 +1,7 @@
 """Do one rank's part of a step, and of an evaluation.
 
 feed ─► stage: reads, runs, sums, updates        asynchronous: the same without flushes
-          ├─ work: forwards and losses           wiring: links to the other stages
+          ├─ work: forwards and losses           wiring: links to the other stages; side_inputs
           ├─ trained_part: weights, optimizer, sums of gradients
           ├─ step_end: update or skip, decided by the host; device_end: by the GPUs
           ├─ stage_watch: what was changed, or written by a forward

@@ -11,13 +11,19 @@ bit, and each holder's optimizer makes the same update of its own copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from autodp import waiting_for
 from pipetransformer.stage.wiring import StageWiring
+
+_TAG = 4
+"""Of its messages; other numbers are those of `wiring`."""
 
 
 @final
@@ -61,17 +67,45 @@ class TiedGradients:
             used = torch.tensor([float(parameter.grad is not None)])
             owner, *others = stages
             if self._wiring.index != owner:
-                self._wiring.send_tied(owner, [own, used])
-                total, used = self._wiring.receive_tied(owner, [own, used])
+                self._send(owner, [own, used])
+                total, used = self._receive(owner, [own, used])
             else:
                 total = own
                 for stage in others:
-                    part, was_used = self._wiring.receive_tied(stage, [own, used])
+                    part, was_used = self._receive(stage, [own, used])
                     total, used = total + part, used + was_used
                 for stage in others:
-                    self._wiring.send_tied(stage, [total, used])
+                    self._send(stage, [total, used])
             parameter.grad = total if float(used) else None
         return before
+
+    def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to this pipeline's rank of another stage."""
+        wiring = self._wiring
+        (rank,), group = wiring.ranks_of(stage), wiring.groups.forward
+        with waiting_for("to take a tied gradient", group, source=rank):
+            for tensor in tensors:
+                message = tensor.contiguous().to(wiring.world.link_device)
+                self._wait(dist.isend(message, rank, group, _TAG))
+
+    def _receive(self, stage: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Receive tensors as these from this pipeline's rank of another stage."""
+        wiring, received = self._wiring, []
+        (rank,), group = wiring.ranks_of(stage), wiring.groups.forward
+        with waiting_for("a tied gradient", group, source=rank):
+            for pattern in like:
+                message = torch.empty_like(
+                    pattern,
+                    device=wiring.world.link_device,
+                    memory_format=torch.contiguous_format,
+                )
+                self._wait(dist.irecv(message, rank, group, _TAG))
+                received.append(message.to(pattern.device))
+        return received
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait(timedelta(seconds=self._wiring.timeout_s))
 
 
 def _held_by_several(

@@ -1,20 +1,12 @@
-"""Connect a stage with the others of its pipeline: activations, gradients, side inputs.
-
-Side inputs are attention masks and targets, which stage 0 reads. A micro-batch's entries travel
-as one message, each sample's bytes side by side. A header once a step names the entries, their
-dtypes and shapes. They travel through host memory, also between GPUs: they are small, and come
-from the data set or the cache there, so they wait for no computation.
-"""
+"""Connect a stage with the others of its pipeline: activations, gradients, side inputs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from autocache import Uploader
 from autodp import Groups, Topology, waiting_for
@@ -27,7 +19,6 @@ from autopipe.engine import (
     RoutedLink,
     Sender,
     StageLinks,
-    TensorSpec,
     Watchdog,
 )
 from autopipe.plan import PipelinePlan
@@ -36,8 +27,9 @@ from pipetransformer.errors import PeerError
 from pipetransformer.model import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
+from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 
-_HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG, _TIED_TAG = 1, 2, 3, 4
+_HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
 _NAMES = {_HIDDEN_TAG: "activations", _GRADIENT_TAG: "gradients", _SIDE_TAG: "side inputs"}
 
 
@@ -86,16 +78,14 @@ class StageWiring:
         )
         if self.index == 0:
             self.side_out = tuple(
-                SideSender(
-                    [self._sender(rank, _SIDE_TAG) for rank in self._ranks_of(stage)], names
-                )
+                SideSender([self._sender(rank, _SIDE_TAG) for rank in self.ranks_of(stage)], names)
                 for stage in range(1, topology.length)
                 if (names := self._sides_of(stage))
             )
         elif self._sides_of(self.index):
             host = torch.device("cpu")
             self.side_in = SideReceiver(
-                [Receiver(self._peer(rank, _SIDE_TAG), host) for rank in self._ranks_of(0)]
+                [Receiver(self._peer(rank, _SIDE_TAG), host) for rank in self.ranks_of(0)]
             )
 
     def links(self) -> StageLinks:
@@ -111,7 +101,7 @@ class StageWiring:
                     Receiver(self._peer(rank, _HIDDEN_TAG, watchdog), self.device),
                     self._sender(rank, _GRADIENT_TAG, watchdog),
                 )
-                for rank in self._ranks_of(previous)
+                for rank in self.ranks_of(previous)
             )
         if following < self.topology.length:
             links.above = _routed(
@@ -120,7 +110,7 @@ class StageWiring:
                     Receiver(self._peer(rank, _GRADIENT_TAG, watchdog), self.device),
                     needs_gradient=self._trains_up_to(following),
                 )
-                for rank in self._ranks_of(following)
+                for rank in self.ranks_of(following)
             )
         return links
 
@@ -162,31 +152,7 @@ class StageWiring:
             work.wait(timedelta(seconds=patience * self.timeout_s))
         return total.tolist()
 
-    def send_tied(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to this pipeline's rank of another stage."""
-        (rank,), group, device = self._ranks_of(stage), self.groups.forward, self.world.link_device
-        with waiting_for("to take a tied gradient", group, source=rank):
-            for tensor in tensors:
-                work = dist.isend(tensor.contiguous().to(device), rank, group, _TIED_TAG)
-                assert work is not None
-                work.wait(timedelta(seconds=self.timeout_s))
-
-    def receive_tied(self, stage: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Receive tensors as these from this pipeline's rank of another stage."""
-        (rank,), group, device = self._ranks_of(stage), self.groups.forward, self.world.link_device
-        received = []
-        with waiting_for("a tied gradient", group, source=rank):
-            for pattern in like:
-                tensor = torch.empty_like(
-                    pattern, device=device, memory_format=torch.contiguous_format
-                )
-                work = dist.irecv(tensor, rank, group, _TIED_TAG)
-                assert work is not None
-                work.wait(timedelta(seconds=self.timeout_s))
-                received.append(tensor.to(pattern.device))
-        return received
-
-    def _ranks_of(self, stage: int) -> tuple[int, ...]:
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the workers of a stage of this rank's pipeline, in the order of their turns."""
         return self.topology.stage_of_replica(self.replica, stage)
 
@@ -217,102 +183,3 @@ def _routed(links: Iterable[Link]) -> Link:
     """Join the links to a stage's workers, which take micro-batches by turns."""
     all_links = list(links)
     return all_links[0] if len(all_links) == 1 else RoutedLink(all_links)
-
-
-class SideSender:
-    """Send the entries one other stage needs, to its workers by turns.
-
-    Args:
-        senders: to each worker, in the order of their turns.
-        names: of the entries.
-    """
-
-    def __init__(self, senders: Sequence[Sender], names: Sequence[str]) -> None:
-        self._senders = senders
-        self._names = names
-        self._announced: dict[Sender, dict[str, TensorSpec]] = {}
-
-    def send(self, micro_batch: int, batch: Mapping[str, Tensor]) -> None:
-        """Send a micro-batch's entries; those the dataset does not give are left out.
-
-        Raises:
-            ValueError: the entries or their shapes are not those of the step's first micro-batch.
-        """
-        sender = self._senders[micro_batch % len(self._senders)]
-        entries = {name: batch[name] for name in self._names if name in batch}
-        specs = {name: TensorSpec.of(tensor) for name, tensor in entries.items()}
-        if sender not in self._announced:
-            sender.send_header(specs)
-            self._announced[sender] = specs
-        elif specs != self._announced[sender]:
-            raise ValueError(
-                f"a micro-batch has the side inputs {specs}, the first one "
-                f"{self._announced[sender]}; samples of a step, with weight_versions= of all "
-                "steps between two pauses, need the same entries of one shape: pad them"
-            )
-        if entries:
-            # Entries are in host memory already: from a GPU `cpu()` would wait for all its work.
-            sender.send(torch.cat([_as_bytes(t.cpu()) for t in entries.values()], dim=1))
-
-    def finish_step(self) -> None:
-        """Wait until all has left; the next step sends a new header."""
-        for sender in self._senders:
-            sender.flush()
-        self._announced.clear()
-
-
-class SideReceiver:
-    """Receive the entries this stage needs, in the order of its forwards.
-
-    Args:
-        receivers: from each worker of stage 0, in the order of their turns.
-    """
-
-    def __init__(self, receivers: Sequence[Receiver]) -> None:
-        self._receivers = receivers
-        self._specs: list[dict[str, TensorSpec]] = []
-
-    def begin(self, sizes: Sequence[int], order: Sequence[int]) -> None:
-        """Prepare a step: wait for the header of every worker that sends something.
-
-        Args:
-            sizes: of all micro-batches.
-            order: those that this worker takes.
-        """
-        count, self._specs = len(self._receivers), []
-        for number, receiver in enumerate(self._receivers):
-            own = [i for i in order if i % count == number]
-            receiver.begin(own, sizes)
-            specs = receiver.receive_header() if own else {}
-            if specs:
-                width = sum(_row_bytes(spec) for spec in specs.values())
-                receiver.spec = TensorSpec((width,), "uint8")
-                # Asked for only when it is needed, a message waits for a thread of the sender,
-                # which computes by then: 3 ms on a busy core.
-                receiver.post()
-            self._specs.append(specs)
-
-    def receive(self, micro_batch: int) -> dict[str, Tensor]:
-        """Return a micro-batch's entries."""
-        number = micro_batch % len(self._receivers)
-        specs = self._specs[number]
-        if not specs:
-            return {}
-        rows, entries = self._receivers[number].receive(micro_batch), {}
-        parts = rows.split([_row_bytes(spec) for spec in specs.values()], dim=1)
-        for (name, spec), part in zip(specs.items(), parts, strict=True):
-            # A slice of `rows` may not be aligned for the entry's dtype; fresh memory is.
-            entry = torch.empty(len(rows), *spec.shape, dtype=getattr(torch, spec.dtype))
-            if entry.numel():
-                _as_bytes(entry).copy_(part)
-            entries[name] = entry
-        return entries
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    width = math.prod(tensor.shape[1:])
-    return tensor.detach().contiguous().view(len(tensor), width).view(torch.uint8)
-
-
-def _row_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize

@@ -41,7 +41,8 @@ from autopipe.schedule import forward_only
 from pipetransformer.measure.link_times import _pass
 from pipetransformer.processes.world import World
 from pipetransformer.stage import wiring as stage_wiring
-from pipetransformer.stage.wiring import SideSender, StageWiring
+from pipetransformer.stage.side_inputs import SideSender
+from pipetransformer.stage.wiring import StageWiring
 from tests.helpers.inspection import model_of, stage_of
 from tests.helpers.models import tiny_trainer
 from tests.helpers.pool import Pool

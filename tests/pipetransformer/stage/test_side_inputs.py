@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopipe.engine.links import Peer, Receiver, Sender, TensorSpec
-from pipetransformer.stage.wiring import SideReceiver, SideSender
+from pipetransformer.stage.side_inputs import SideReceiver, SideSender
 from tests.helpers.pool import Pool
 
 Batch = dict[str, Tensor]
