@@ -5,9 +5,9 @@ observer ─► elasticity ─► decision ─► journal: written down, and tol
                 └───► deployment ─► shards: who holds what, and how it moves
 """
 
-from pipetransformer.elastic.decision import Decision
+from pipetransformer.elastic.decision import Change, Decision
 from pipetransformer.elastic.deployment import Deployment
-from pipetransformer.elastic.elasticity import Change, Elasticity
+from pipetransformer.elastic.elasticity import Elasticity
 from pipetransformer.elastic.journal import plan_shape
 from pipetransformer.elastic.observer import PROBE_FOLDER, read_looks
 from pipetransformer.elastic.planners import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, final
 
@@ -27,8 +27,8 @@ from freeze import (
     checked_decision,
     frozen_since,
 )
-from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, plan_name, steady_step
-from pipetransformer.elastic.decision import Decision, Proposal
+from pipetransformer.elastic.costs import Pace, plan_name, steady_step
+from pipetransformer.elastic.decision import Change, Decision, Proposal, Review
 from pipetransformer.elastic.deployment import Deployment
 from pipetransformer.elastic.journal import Publication
 from pipetransformer.elastic.observer import Observation, Observer
@@ -43,60 +43,6 @@ _LOGGER = logging.getLogger(__name__)
 
 _NOISE = 0.03
 """Share by which medians of a few steps may differ without meaning anything."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """Report what happened between two steps.
-
-    Args:
-        before: what held so far; None at the start.
-        decision: what holds from now on.
-        is_transition: whether anything had to be done for it.
-        seconds: deciding and carrying out.
-        predicted_s: what carrying out was predicted to take.
-        bytes_moved: what all ranks received.
-        step_before_s: a recent step's seconds in the long run; None if not known.
-        confidence: how sure a new plan is, on rank 0; "" if nothing was planned.
-        context: what the policy has seen, on rank 0; None if it was not asked.
-        look_s: seconds of a forward of the probe batch.
-        observe_s: seconds of reading all signals, a look included.
-    """
-
-    before: Decision | None
-    decision: Decision
-    is_transition: bool
-    seconds: float
-    predicted_s: float
-    bytes_moved: int
-    step_before_s: float | None
-    confidence: str = ""
-    context: FreezeContext | None = None
-    look_s: float = 0.0
-    observe_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Review:
-    """Say when a new pipeline is compared with the pipeline before it.
-
-    Args:
-        step: the step before which they are compared.
-        left: the pipeline before.
-        was_measured: whether its steps were watched for long enough.
-    """
-
-    step: int
-    left: PipelinePlan
-    was_measured: bool
-
-    @staticmethod
-    def of(before: Decision | None, decision: Decision, *, was_measured: bool) -> Review | None:
-        """Return when a decision is reviewed; None if K and M stayed."""
-        plans = (before or decision).plan, decision.plan
-        if len({(plan.length, plan.num_micro_batches) for plan in plans}) == 1:
-            return None
-        return Review(decision.step + REVIEW_STEPS, plans[0], was_measured)
 
 
 @final

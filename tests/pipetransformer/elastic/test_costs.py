@@ -19,8 +19,7 @@ from freeze import FreezeSchedule
 from pipetransformer import Trainer
 from pipetransformer.elastic import planner as planning
 from pipetransformer.elastic.costs import REVIEW_STEPS, Pace, TransitionCost, steady_step
-from pipetransformer.elastic.decision import Decision
-from pipetransformer.elastic.elasticity import Review
+from pipetransformer.elastic.decision import Decision, Review
 from pipetransformer.processes.world import World
 from pipetransformer.report.records import RECORDS_FILE, Record, read_records
 from tests.helpers.costs import FREE, sums
