@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from autocache import CacheStats
@@ -131,11 +130,9 @@ class AsynchronousStage(Stage):
         wrong = intrusion or self._watch.find_written(trained=False)
         # What was found once in the whole stream is told with its last step.
         told[-1] = replace(told[-1], wrong=bool(wrong))
-        values = torch.tensor([one.as_list() for one in told], dtype=torch.float64)
         # A rank without samples waits for the whole stream.
-        summed = self._wiring.sums_of(values.flatten().tolist(), patience=len(told))
-        by_step = torch.tensor(summed, dtype=torch.float64).view_as(values)
-        sums = [StepSums(*row) for row in by_step.tolist()]
+        summed = self._wiring.sums_of([one.as_list() for one in told], patience=len(told))
+        sums = [StepSums(*row) for row in summed]
         total_s = time.perf_counter() - start
         self._refusals.check(sums, wrong, first_step=steps[0].step)
         self._check_stream(steps, sums, rows)

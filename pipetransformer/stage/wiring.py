@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from pipetransformer.model import Task, trained_parameters
 from pipetransformer.processes import World
 from pipetransformer.stage.batch_cut import Turn
 from pipetransformer.stage.side_inputs import SideReceiver, SideSender
+
+_Numbers = TypeVar("_Numbers", list[float], list[list[float]])
 
 _HIDDEN_TAG, _GRADIENT_TAG, _SIDE_TAG = 1, 2, 3
 _NAMES = {_HIDDEN_TAG: "activations", _GRADIENT_TAG: "gradients", _SIDE_TAG: "side inputs"}
@@ -137,10 +140,11 @@ class StageWiring:
         if self._watchdog is not None:
             self._watchdog.check()
 
-    def sums_of(self, values: list[float], *, patience: int = 1) -> list[float]:
-        """Return the sums of all ranks' values; wait at most for `patience` steps. Collective.
+    def sums_of(self, values: _Numbers, *, patience: int = 1) -> _Numbers:
+        """Return the sums of all ranks' values, few numbers on the CPU. Collective.
 
-        They are few numbers, on the CPU.
+        Args:
+            patience: how many steps' time to wait at most.
         """
         group = self.world.group
         if group is None:
@@ -150,7 +154,8 @@ class StageWiring:
             work = dist.all_reduce(total, group=group, async_op=True)
             # The world's group itself allows for the longer waits of a transition.
             work.wait(timedelta(seconds=patience * self.timeout_s))
-        return total.tolist()
+        sums: _Numbers = total.tolist()
+        return sums
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the workers of a stage of this rank's pipeline, in the order of their turns."""
