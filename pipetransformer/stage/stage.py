@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -181,7 +181,8 @@ class Stage:
         if report is None:
             # Sums over replicas go on beside the last backward, which completes the gradients.
             arm = None if self.trained.reducer is None else self.trained.reducer.arm
-            with self._looking(work), self._compiled():
+            looking = nullcontext() if self._graphs is None else self._graphs.looking(work)
+            with looking, self._compiled():
                 report = self._launch(work, recorder).run(before_last_backward=arm)
             work.finish_step()
             report = self._with_kernels(report, recorder)
@@ -204,9 +205,6 @@ class Stage:
             return None
         has_run = self._graphs.run(work, coming)
         return StageReport(time.perf_counter() - start, 0.0, 1) if has_run else None
-
-    def _looking(self, work: TrainWork) -> AbstractContextManager[None]:
-        return nullcontext() if self._graphs is None else self._graphs.looking(work)
 
     def settle(self) -> None:
         """Look at what steps have left out, and raise as they do."""

@@ -107,11 +107,13 @@ class StageWiring:
                 for rank in self.ranks_of(previous)
             )
         if following < self.topology.length:
+            below = range(self.plan.boundaries[0], self.plan.boundaries[following])
+            trains_below = bool(trained_parameters(self.task, below))
             links.above = _routed(
                 ProcessLinkAbove(
                     self._sender(rank, _HIDDEN_TAG, watchdog),
                     Receiver(self._peer(rank, _GRADIENT_TAG, watchdog), self.device),
-                    needs_gradient=self._trains_up_to(following),
+                    needs_gradient=trains_below,
                 )
                 for rank in self.ranks_of(following)
             )
@@ -166,11 +168,6 @@ class StageWiring:
         is_last = stage == self.topology.length - 1
         names = model.sides_of(boundaries[stage], boundaries[stage + 1])
         return (*names, *(model.targets if is_last else ()))
-
-    def _trains_up_to(self, stage: int) -> bool:
-        """Return whether a stage below this one trains anything."""
-        active = range(self.plan.boundaries[0], self.plan.boundaries[stage])
-        return bool(trained_parameters(self.task, active))
 
     def _sender(self, rank: int, tag: int, watchdog: Watchdog | None = None) -> Sender:
         peer = self._peer(rank, tag, watchdog)
