@@ -546,7 +546,7 @@ class Trainer:
 
     @property
     def is_over(self) -> bool:
-        """Say whether all steps are done, or the run was stopped; if resumed, from `begin` on."""
+        """Return whether all steps are done, or it was stopped; if resumed, from `begin` on."""
         return self._timeline.is_over
 
     @property

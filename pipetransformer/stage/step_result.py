@@ -59,7 +59,8 @@ class LateNumbers:
             self._values = self._host.tolist()
         return self._values
 
-    def __call__(self) -> StepNumbers:
+    def known(self) -> StepNumbers:
+        """Return the numbers once the GPU has computed them."""
         loss, norm, skipped, *rest = self.wait()
         sums = self._own or StepSums(*rest[-len(vars(StepSums())) - 1 : -1])
         return StepNumbers(loss, norm, bool(skipped), sums)
@@ -68,7 +69,7 @@ class LateNumbers:
         """Raise an error, on all ranks alike, if no step may follow. Collective."""
         judge, self._judge = self._judge, None
         if judge is not None:
-            judge(self.wait(), self())
+            judge(self.wait(), self.known())
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class StepResult:
 
     @property
     def _known(self) -> StepNumbers:
-        return self.numbers if isinstance(self.numbers, StepNumbers) else self.numbers()
+        return self.numbers if isinstance(self.numbers, StepNumbers) else self.numbers.known()
 
 
 @dataclass(frozen=True)
