@@ -151,10 +151,10 @@ class AsynchronousStage(Stage):
 
     def _check_versions(self, steps: Sequence[ComingStep]) -> None:
         """Refuse, on all ranks alike, too few micro-batches for the versions or the workers."""
-        slices = [num for num in self._cut.slices(len(steps[0].ids)) if num]
-        fewest = min(len(self._cut.sizes(num)) for num in slices)
         if len(steps) == 1:
             return
+        slices = self._cut.slices(len(steps[0].ids))
+        fewest = min(len(self._cut.sizes(num)) for num in slices if num)
         check_versions(self._versions, self._place(fewest))
         workers, turn = self.topology.workers, self.topology.common_turn
         if fewest % turn:

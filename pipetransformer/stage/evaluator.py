@@ -91,18 +91,17 @@ class Evaluator:
             feed: of the training set.
         """
         config = self._task.config
-        if self._has_told_of_rounding or not feed.prefix.depth or not config.cache:
+        dtype = config.cache_dtype if config.cache and feed.prefix.depth else None
+        if dtype is None or self._has_told_of_rounding:
             return
         self._has_told_of_rounding = True
-        if config.cache_dtype is None:
-            return
         losses = []
         for is_rounded in (False, True):
             rows, own = ComputedRows(feed, rounded=is_rounded), Results(has_metrics=False)
             self._stage().evaluate(min(config.global_batch_size, len(feed.dataset)), rows, own)
             losses.append(self._means(own)["loss"])
         if self._world.is_main:
-            tell_of_loss(config.cache_dtype, *losses)
+            tell_of_loss(dtype, *losses)
 
     def close(self) -> None:
         """Unmap the cache."""

@@ -74,10 +74,14 @@ class StageWiring:
             return
         self.turn = Turn(topology.worker_of(world.rank), topology.workers[self.index])
         self.indices = range(*plan.boundaries[self.index : self.index + 2])
+        sublayers = task.model.sublayers
+        # The head's backward follows its forward, so it would be repeated for nothing.
         self.repeated = frozenset(
             index
-            for index in self.indices[: len(task.model.sublayers) - 1 - self.indices.start]
-            if plan.recomputes and not recomputes_itself(task.model.sublayers[index].module)
+            for index in self.indices
+            if plan.recomputes
+            and index < len(sublayers) - 1
+            and not recomputes_itself(sublayers[index].module)
         )
         if self.index == 0:
             self.side_out = tuple(
