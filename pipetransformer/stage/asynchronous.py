@@ -108,10 +108,7 @@ class AsynchronousStage(Stage):
 
         def work_of(number: int) -> TrainWork:
             following = steps[number + 1].ids if number + 1 < len(steps) else None
-            first = number * len(sizes)
-            work = self._train_work(steps[number], rows, following, first_micro_batch=first)
-            self._bring_samples(work)
-            return work
+            return self._begin_work(steps[number], rows, following, number * len(sizes))
 
         def update(number: int) -> None:
             work = stream.take(number)

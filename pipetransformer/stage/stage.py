@@ -175,8 +175,7 @@ class Stage:
         start, looks = time.perf_counter(), looks or self._world.size > 1
         self._end.begin()
         intrusion = self._begin_step(looks=looks)
-        work = self._train_work(coming, rows, next_ids)
-        self._bring_samples(work)
+        work = self._begin_work(coming, rows, next_ids)
         report = self._replayed(coming, work, is_usual=recorder is None and not intrusion)
         if report is None:
             # Sums over replicas go on beside the last backward, which completes the gradients.
@@ -222,27 +221,28 @@ class Stage:
         self.trained.signals.begin_step()
         return self._watch.begin() if looks else ""
 
-    def _train_work(
-        self,
-        coming: ComingStep,
-        rows: Rows,
-        next_ids: Tensor | None,
-        first_micro_batch: int | None = None,
+    def _begin_work(
+        self, coming: ComingStep, rows: Rows, next_ids: Tensor | None, first: int | None = None
     ) -> TrainWork:
-        """Return what this rank computes of a global batch."""
-        own, first = self.share.slice_of(coming.ids)
+        """Return what this rank computes of a global batch, with its samples.
+
+        Args:
+            first: see `MicroBatches`.
+        """
+        own, first_sample = self.share.slice_of(coming.ids)
         self._probe.begin_step(in_first_epoch=coming.epoch == 0, starts_epoch=coming.starts_epoch)
-        following = None if next_ids is None else self.share.read_of(next_ids)
-        return TrainWork(
+        work = TrainWork(
             self._wiring,
-            MicroBatches(own, self._cut.sizes(len(own)), rows, following, first_micro_batch),
+            MicroBatches(own, self._cut.sizes(len(own)), rows, first),
             step=coming.step,
-            first_sample=first,
+            first_sample=first_sample,
             loss=BatchMean(len(coming.ids), scale=self._loss_scale.value),
             probe=self._probe,
         )
+        self._bring_samples(work, next_ids)
+        return work
 
-    def _bring_samples(self, work: LayerWork) -> None:
+    def _bring_samples(self, work: LayerWork, next_ids: Tensor | None = None) -> None:
         """Read a work's samples on stage 0; elsewhere wait for the header of what it will send."""
         start, batches, side_in = time.perf_counter(), work.batches, self._wiring.side_in
         own_ids = self._wiring.turn.samples(batches.ids, batches.sizes)
@@ -252,8 +252,8 @@ class Stage:
                 whole = batches.rows.fetch(own_ids)
             except SampleError as error:
                 raise SampleError(f"{work.where}{error}") from error
-            if batches.next_ids is not None and len(batches.next_ids):
-                batches.rows.read_ahead(batches.next_ids)
+            if next_ids is not None and len(ahead := self.share.read_of(next_ids)):
+                batches.rows.read_ahead(ahead)
             work.take(whole)
         elif side_in is not None and batches.first is None:  # A stream has begun for all steps.
             side_in.begin(batches.sizes, work.own)

@@ -35,14 +35,12 @@ class MicroBatches:
         ids: (n,) int64 dataset indices, in order.
         sizes: samples of every micro-batch.
         rows: gives stage 0 their entries; asked once a step.
-        next_ids: (m,) samples of this rank's next fetch, to be read ahead; None if unknown.
         first: number, in a stream of steps, of the first micro-batch; None for a step by itself.
     """
 
     ids: Tensor
     sizes: Sequence[int]
     rows: Rows
-    next_ids: Tensor | None = None
     first: int | None = None
 
     def in_stream(self, micro_batch: int) -> int:
