@@ -47,7 +47,7 @@ class DeviceEnd(StepEnd):
     """
 
     def __init__(self, wiring: StageWiring, part: TrainedPart, refusals: Refusals) -> None:
-        self._wiring, self._part, self._refusals = wiring, part, refusals
+        super().__init__(wiring, part, refusals)
         config, device = wiring.task.config, wiring.device
         self._sums: MessageSums | None = None  # As it is where a process is alone.
         if (everyone := wiring.groups.everyone) is not None:
@@ -57,7 +57,6 @@ class DeviceEnd(StepEnd):
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         # Whether all updates are held back; in place, as a graph's kernels write it, too.
         self._holds = torch.zeros((), dtype=torch.bool, device=device)
-        self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
         self._newest: tuple[LateNumbers, list[torch.cuda.Event]] | None = None
         self._ended: Exception | None = None
 

@@ -33,6 +33,11 @@ _LOGGER = logging.getLogger(__name__)
 class StepEnd(ABC):
     """End a step."""
 
+    def __init__(self, wiring: StageWiring, part: TrainedPart, refusals: Refusals) -> None:
+        self._wiring, self._part, self._refusals = wiring, part, refusals
+        # A spare has nothing to sum: it waits.
+        self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
+
     def begin(self) -> None:  # noqa: B027 - nothing to prepare where the host decides
         """Prepare for a step; raise a NonFiniteError where none may follow."""
 
@@ -138,10 +143,8 @@ class HostEnd(StepEnd):
     def __init__(
         self, wiring: StageWiring, part: TrainedPart, refusals: Refusals, loss_scale: LossScale
     ) -> None:
-        self._wiring, self._part = wiring, part
-        self._refusals, self._scale = refusals, loss_scale
-        # A spare has nothing to sum: it waits.
-        self._spent_on = "bubble" if wiring.is_spare else "all_reduce"
+        super().__init__(wiring, part, refusals)
+        self._scale = loss_scale
 
     def finish(
         self, coming: ComingStep, work: TrainWork, *, wrong: str, stops: bool
