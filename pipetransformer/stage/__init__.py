@@ -1,11 +1,13 @@
 """Do one rank's part of a step, and of an evaluation.
 
 feed ─► stage: reads, runs, sums, updates        asynchronous: the same without flushes
-          ├─ work: forwards and losses           wiring: links to the other stages; side_inputs
+          ├─ batch_cut: which samples a rank takes
+          ├─ wiring: links to other stages       side_inputs, tied_gradients: their messages
+          ├─ work: forwards and losses           bad_samples: which one the model cannot take
           ├─ trained_part: weights, optimizer, sums of gradients
           ├─ step_end: update or skip, decided by the host; device_end: by the GPUs
-          ├─ stage_watch: what was changed, or written by a forward
-          └─ refusals: what must not train on, and where it began; bad_samples: by which sample
+          ├─ step_graphs: whole steps at once, from step_capture
+          └─ stage_watch: what was changed or written; refusals: what must not train on, and why
 evaluator ─► predictions: kept, brought together, judged
 """
 
