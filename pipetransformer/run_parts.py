@@ -121,7 +121,7 @@ def build_parts(
     policy = _policy(freeze, config)
     config = config.deciding_every(policy.interval_share)
     check_settings(config, train_dataset, eval_dataset)
-    layered = _layered(model, train_dataset, loss_fn, config)
+    layered = _adapt_model(model, train_dataset, loss_fn, config)
     task, traits = describe_task(layered, loss_fn, optimizer, config, policy)
     samples = samples_of(task, train_dataset)
     if config.parts:
@@ -207,7 +207,7 @@ def _policy(freeze: FreezeChoice | None, config: TrainConfig) -> FreezePolicy:
     return chosen_policy(1)
 
 
-def _layered(
+def _adapt_model(
     model: nn.Module | LayeredModel,
     dataset: SizedDataset,
     loss_fn: LossFunction | None,

@@ -228,7 +228,7 @@ def plan_name(plan: PipelinePlan) -> str:
     return f"K = {plan.length}, M = {plan.num_micro_batches}" + ", recomputed" * plan.recomputes
 
 
-def rested(profile: Profile, resting: Collection[int]) -> Profile:
+def rest_layers(profile: Profile, resting: Collection[int]) -> Profile:
     """Return the costs where the weights of some layers do not train."""
     if not resting:
         return profile

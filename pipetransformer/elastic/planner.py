@@ -20,7 +20,7 @@ from autopipe.plan import (
 )
 from autopipe.profile import Profile
 from pipetransformer.config import PIPEDREAM_PLANS
-from pipetransformer.elastic.costs import Calibration, TransitionCost, rested
+from pipetransformer.elastic.costs import Calibration, TransitionCost, rest_layers
 from pipetransformer.elastic.decision import Decision
 from pipetransformer.elastic.planners import (
     PLANNERS,
@@ -186,7 +186,7 @@ class RunPlanner:
         return PlanSituation(
             clock.step,
             clock.max_steps - clock.step,
-            rested(self.calibration.applied_to(self.profile), resting),
+            rest_layers(self.calibration.applied_to(self.profile), resting),
             self.request(clock, depth, current),
             before,
             partial(self.predict_transition_s, before),

@@ -107,7 +107,7 @@ def run_spans(
     results = []
     inputs = list(batches)
     for span in spans:
-        sublayers = [_profiled(task, index, span[0]) for index in span]
+        sublayers = [_profile_sublayer(task, index, span[0]) for index in span]
         modules = [sublayer.module for sublayer in sublayers]
         with held_on(task, device, span), left_as_found(modules, device):
             results.append(action(sublayers, inputs))
@@ -129,7 +129,7 @@ def forward(sublayers: Sequence[ProfiledSublayer], batch: Batch) -> Tensor:
     return hidden
 
 
-def _profiled(task: Task, index: int, first: int) -> ProfiledSublayer:
+def _profile_sublayer(task: Task, index: int, first: int) -> ProfiledSublayer:
     """Present a sublayer of the span that begins at `first`; the head computes the loss, too."""
     model = task.model
 

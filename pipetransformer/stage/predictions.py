@@ -64,7 +64,7 @@ class KeptOutputs:
         if self._preprocess is not None:
             # Copies: the loss and the metrics still need the model's own output.
             labels = as_labels(target.clone() for target in targets.values())
-            output = _preprocessed(self._preprocess, output.detach().clone(), labels)
+            output = _call_preprocess(self._preprocess, output.detach().clone(), labels)
         for name, tensor in {OUTPUT: output, IDS: ids, **targets}.items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             # Always a copy: the loss comes later, and may write into its arguments.
@@ -83,7 +83,7 @@ class KeptOutputs:
         }
 
 
-def _preprocessed(preprocess: PreprocessLogits, output: Tensor, labels: Any) -> Tensor:
+def _call_preprocess(preprocess: PreprocessLogits, output: Tensor, labels: Any) -> Tensor:
     try:
         made = preprocess(output, labels)
     except Exception as error:

@@ -176,12 +176,12 @@ class Stage:
         self._end.begin()
         intrusion = self._begin_step(looks=looks)
         work = self._begin_work(coming, rows, next_ids)
-        report = self._replayed(coming, work, is_usual=recorder is None and not intrusion)
+        report = self._replay(coming, work, is_usual=recorder is None and not intrusion)
         if report is None:
             # Sums over replicas go on beside the last backward, which completes the gradients.
             arm = None if self.trained.reducer is None else self.trained.reducer.arm
-            looking = nullcontext() if self._graphs is None else self._graphs.looking(work)
-            with looking, self._compiled():
+            draws = nullcontext() if self._graphs is None else self._graphs.note_draws(work)
+            with draws, self._compiled():
                 report = self._launch(work, recorder).run(before_last_backward=arm)
             work.finish_step()
             report = self._with_kernels(report, recorder)
@@ -193,7 +193,7 @@ class Stage:
         self._end = self._later_end
         return StepResult(numbers, time.perf_counter() - start, work.spent_s, work.stats)
 
-    def _replayed(
+    def _replay(
         self, coming: ComingStep, work: TrainWork, *, is_usual: bool
     ) -> StageReport | None:
         """Run all of a step by a graph, unless something is to be noted of it; None if not."""

@@ -122,8 +122,8 @@ class StepGraphs:
         return True
 
     @contextmanager
-    def looking(self, work: TrainWork) -> Iterator[None]:
-        """Look meanwhile at what a step draws whose shapes are new."""
+    def note_draws(self, work: TrainWork) -> Iterator[None]:
+        """Note what a step draws whose shapes are new, within the block."""
         shapes = _shapes_of(work.parts)
         if self.why_not or shapes in self._draws or len(self._draws) == _MOST_SHAPES:
             yield

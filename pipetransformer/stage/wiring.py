@@ -103,7 +103,7 @@ class StageWiring:
         watchdog = self._watchdog
         previous, following = self.index - 1, self.index + 1
         if previous >= 0:
-            links.below = _routed(
+            links.below = _route(
                 ProcessLinkBelow(
                     Receiver(self._peer(rank, _HIDDEN_TAG, watchdog), self.device),
                     self._sender(rank, _GRADIENT_TAG, watchdog),
@@ -113,7 +113,7 @@ class StageWiring:
         if following < self.topology.length:
             below = range(self.plan.boundaries[0], self.plan.boundaries[following])
             trains_below = bool(trained_parameters(self.task, below))
-            links.above = _routed(
+            links.above = _route(
                 ProcessLinkAbove(
                     self._sender(rank, _HIDDEN_TAG, watchdog),
                     Receiver(self._peer(rank, _GRADIENT_TAG, watchdog), self.device),
@@ -185,7 +185,7 @@ class StageWiring:
         return Peer(rank, group, tag, name, self.timeout_s, watchdog, PeerError)
 
 
-def _routed(links: Iterable[Link]) -> Link:
+def _route(links: Iterable[Link]) -> Link:
     """Join the links to a stage's workers, which take micro-batches by turns."""
     all_links = list(links)
     return all_links[0] if len(all_links) == 1 else RoutedLink(all_links)

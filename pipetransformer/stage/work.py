@@ -288,7 +288,7 @@ class TrainWork(LayerWork):
             value,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(_told_apart, micro_batch, len(self.batches.sizes)),
+            context_fn=partial(_forward_passes, micro_batch, len(self.batches.sizes)),
         )
         if isinstance(value, Tensor) and value._version != version:
             name = self._wiring.task.model.sublayers[index].name
@@ -408,7 +408,7 @@ def without_full_masks(batch: Batch, names: Sequence[str]) -> Batch:
     return {name: entry for name, entry in batch.items() if name not in full}
 
 
-def _told_apart(
+def _forward_passes(
     micro_batch: int, num_micro_batches: int
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts that tell layers whether their forward will be repeated, or is repeated."""
