@@ -361,13 +361,13 @@ class Elasticity:
         return Change(
             before,
             decision,
-            is_transition,
-            seconds,
-            predicted_s,
-            moved,
-            step_before_s,
-            proposal.confidence,
-            proposal.context,
+            is_transition=is_transition,
+            seconds=seconds,
+            predicted_s=predicted_s,
+            bytes_moved=moved,
+            step_before_s=step_before_s,
+            confidence=proposal.confidence,
+            context=proposal.context,
         )
 
     def _memory_limit_bytes(self) -> int | None:

@@ -184,14 +184,14 @@ class RunPlanner:
         depth = self._task.prefix_depth(num_frozen)
         resting = {*resting, *range(depth, num_frozen)}  # They pass a gradient on to tied weights.
         return PlanSituation(
-            clock.step,
-            clock.max_steps - clock.step,
-            rest_layers(self.calibration.applied_to(self.profile), resting),
-            self.request(clock, depth, current),
-            before,
-            partial(self.predict_transition_s, before),
-            self._task.config.scale_batch,
-            self.calibration.correction,
+            step=clock.step,
+            remaining_steps=clock.max_steps - clock.step,
+            profile=rest_layers(self.calibration.applied_to(self.profile), resting),
+            request=self.request(clock, depth, current),
+            current=before,
+            transition_s=partial(self.predict_transition_s, before),
+            scale_batch=self._task.config.scale_batch,
+            correction=self.calibration.correction,
         )
 
     def _expected_s(self, clock: Clock, current: Decision) -> list[float]:
