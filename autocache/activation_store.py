@@ -27,8 +27,8 @@ Rows: TypeAlias = Mapping[str, Tensor]
 """Rows by field name, (B, *shape) each."""
 Stamps: TypeAlias = Sequence[int]
 """The stamps of depths 1, 2, ...; none is 0."""
-FurtherRows: TypeAlias = Callable[[], Mapping[str, Tensor]]
-"""Gives further fields of rows, on the thread that writes them."""
+NewRows: TypeAlias = Mapping[str, Tensor | Callable[[], Tensor]]
+"""Rows to write. A function gives its field on the thread that writes."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,7 @@ class ActivationStore(ABC):
         }
 
     @abstractmethod
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
+    def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         """Write rows, each id once; from now on they are found.
 
         For the fetching thread; the store within a `WriteBehind` is written to by its thread.
@@ -145,7 +137,6 @@ class ActivationStore(ABC):
         Args:
             rows: every field of the layout and no other, any device.
             lengths: (B,) int64 on CPU, entries of each row's varying fields; None for all.
-            also: gives the fields that `rows` lacks.
         Raises:
             ValueError: rows that do not match the layout.
         """

@@ -21,7 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
+from autocache.activation_store import NewRows, RowRead, Rows, Stamps, StoreProxy
 from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
 from autocache.row_pool import RowPool
@@ -93,20 +93,12 @@ class DeviceStore(StoreProxy):
     def expect(self, ids: Tensor) -> None:
         """Return at once: rows are in memory."""
 
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
+    def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         """Write rows; "hidden" is given on the device."""
         rest = {name: row for name, row in rows.items() if name != HIDDEN}
-        hidden = {name: row.detach() for name, row in rows.items() if name == HIDDEN}
+        hidden = {n: r for n, r in rows.items() if n == HIDDEN and isinstance(r, Tensor)}
         RowLayout((self._field,)).check(hidden, len(ids))
-        values, index = hidden[HIDDEN], self._take_slots(ids)
+        values, index = hidden[HIDDEN].detach(), self._take_slots(ids)
         if self._field.varies and lengths is not None:
             values = _zeros_behind(values, lengths)
         has_slot = index >= 0
@@ -116,7 +108,7 @@ class DeviceStore(StoreProxy):
         # Cleared first: until the new stamp is there, no stamp stands for what the row holds.
         self._within.clear(ids)
         self._hidden.index_copy_(0, beside(index, self._hidden), values)
-        self._within.write(ids.where(has_slot, self.num_rows), stamp, rest, also=also)
+        self._within.write(ids.where(has_slot, self.num_rows), stamp, rest)
 
     def _slots_of(self, ids: Tensor) -> Tensor:
         return self._slots[ids.clamp(max=self.num_rows)]

@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from autocache.activation_store import FurtherRows, RowRead, Rows, Stamps, StoreProxy
+from autocache.activation_store import NewRows, RowRead, Rows, Stamps, StoreProxy
 from autocache.layout import RowLayout
 from autocache.row_pool import RowPool
 from autocache.row_sets import OpenSet, RowSets
@@ -149,19 +149,11 @@ class KeptStore(StoreProxy):
             if one.is_writable:
                 one.store.clear(ids)
 
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
+    def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         """Write rows into the set of a stamp, unless another run does."""
         one = self._set_to_write(stamp)
         if one is not None and self._may_write(one, stamp) and not self._is_condemned:
-            one.store.write(ids, stamp, rows, lengths, also=also)
+            one.store.write(ids, stamp, rows, lengths)
 
     def close(self) -> None:
         """Let go of all sets; their rows stay."""

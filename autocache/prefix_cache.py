@@ -370,10 +370,10 @@ class PrefixCache:
                 hidden = fresh[HIDDEN]
                 stored = content.stored(hidden)
                 fresh[HIDDEN] = content.restored(stored, hidden.dtype)
-                also = self._checks.digests_of(samples, chosen, usable.digests, loaded)
+                new_digests = self._checks.digests_of(samples, chosen, usable.digests, loaded)
                 with self._stats.timed():
                     rows = {**fresh, HIDDEN: stored}
-                    self._rows.write(taken(row_ids, chosen), rows, depth, also)
+                    self._rows.write(taken(row_ids, chosen), rows, depth, new_digests)
             place(entries, positions, fresh, inverse)
         return entries
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore, FurtherRows, RowRead
+from autocache.activation_store import ActivationStore, NewRows, RowRead
 from autocache.prefix_chunks import NOTHING
-from autocache.row_content import RowContent, own_lengths
+from autocache.row_content import DIGEST, RowContent, own_lengths
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -70,9 +70,17 @@ class PrefixRows:
         return tuple(self._stamps[:depth])
 
     def write(
-        self, row_ids: Tensor, fresh: dict[str, Tensor], depth: int, also: FurtherRows | None
+        self,
+        row_ids: Tensor,
+        fresh: dict[str, Tensor],
+        depth: int,
+        digests: Callable[[], Tensor] | None,
     ) -> None:
-        """Write fresh entries, "hidden" as stored, where they fit; others are never kept."""
+        """Write fresh entries, "hidden" as stored, where they fit; others are never kept.
+
+        Args:
+            digests: gives the rows' digests, on the thread that writes; None where they have none.
+        """
         if self._store is None or bool((row_ids >= self.num_rows).all()):
             return
         lengths, positions = self._content.lengths(fresh), self._content.positions
@@ -82,7 +90,8 @@ class PrefixRows:
             row_ids = row_ids.where(fits, self.num_rows)
             fresh = positions.bring(fresh, positions.most)
         if self._fit(fresh):
-            self._store.write(row_ids, self._stamps[depth - 1], fresh, lengths, also=also)
+            rows: NewRows = fresh if digests is None else {**fresh, DIGEST: digests}
+            self._store.write(row_ids, self._stamps[depth - 1], rows, lengths)
 
     def clear(self, row_ids: Tensor) -> None:
         """Make rows empty."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import final
 
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore, FurtherRows
+from autocache.activation_store import ActivationStore
 from autocache.prefix_chunks import FoundSamples, LoadedSamples, each_once
-from autocache.row_content import DIGEST, RowContent
+from autocache.row_content import RowContent
 
 _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
 """One row in 4 is checked in the first pass over the store's rows, then one in 32. The first pass
@@ -100,7 +101,7 @@ class SampleChecks:
 
     def digests_of(
         self, samples: FoundSamples, chosen: Tensor, read: Tensor, loaded: LoadedSamples
-    ) -> FurtherRows | None:
+    ) -> Callable[[], Tensor] | None:
         """Return a function that gives the digests of the samples at some positions.
 
         `read` are the (B,) digests of the rows that were found; empty if none was.
@@ -112,14 +113,14 @@ class SampleChecks:
         # A copy: the next reads write into that memory, perhaps before a thread calls `give`.
         digests = read[chosen] if len(read) else torch.zeros_like(chosen)
 
-        def give() -> dict[str, Tensor]:
+        def give() -> Tensor:
             if len(ids):
                 given = self._content.digests(loaded.of(ids))
                 digests[misses] = given
                 if self.known is not None:
                     has_row = rows < len(self.known)
                     self.known[rows[has_row]] = given[has_row]
-            return {DIGEST: digests}
+            return digests
 
         return give
 

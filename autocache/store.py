@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
+from autocache.activation_store import ActivationStore, NewRows, RowRead, Rows, Stamps
 from autocache.checksum import check_values, copy_in, copy_out, factors_of
 from autocache.layout import (
     ALIGN_BYTES,
@@ -313,21 +313,13 @@ class RowStore(ActivationStore):
     def writer(self, run: int) -> None:
         self._header[WRITER] = run
 
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
+    def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         slots, fits = self._slots(ids)
         _checked_stamp(stamp)
         if self.is_condemned():
             return
-        rows = {**rows, **also()} if also is not None else rows
-        self.layout.check(rows, len(slots))
+        values = {name: row if isinstance(row, Tensor) else row() for name, row in rows.items()}
+        self.layout.check(values, len(slots))
         slots, kept = slots[fits], torch.from_numpy(fits.nonzero()[0])
         if lengths is None:
             own = np.full(len(slots), np.iinfo(np.uint64).max)
@@ -345,9 +337,9 @@ class RowStore(ActivationStore):
             places = starts_of(rooms)
         sums = np.zeros(len(slots), np.uint64)
         for (field, words, factors), num in zip(self._parts, own_words, strict=True):
-            values = rows[field.name].detach().cpu()
-            values = values if len(kept) == len(values) else values.index_select(0, kept)
-            sums += copy_in(places, field.as_words(values), words, num, factors)
+            value = values[field.name].detach().cpu()
+            value = value if len(kept) == len(value) else value.index_select(0, kept)
+            sums += copy_in(places, field.as_words(value), words, num, factors)
             if num is not None and field is not self._parts[-1][0]:
                 places = places + units_of(num)  # The next field that varies begins behind it.
         if self._rooms is not None:

@@ -14,13 +14,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
-from autocache.activation_store import ActivationStore, FurtherRows, RowRead, Rows, Stamps
+from autocache.activation_store import ActivationStore, NewRows, RowRead, Rows, Stamps
 from autocache.prefix_chunks import taken
 from autocache.row_pool import RowPool
 from autocache.uploads import beside
@@ -136,29 +135,17 @@ class TieredStore(ActivationStore):
     def warn_of_damage(self, read: RowRead) -> None:
         self.tiers[-1].warn_of_damage(read)
 
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
+    def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         parts = self.parts(ids)
         if len(parts) == 1:
-            self.tiers[parts[0].tier].write(parts[0].ids, stamp, rows, lengths, also=also)
+            self.tiers[parts[0].tier].write(parts[0].ids, stamp, rows, lengths)
             return
-        further = None if also is None else _FurtherRows(also)
+        shared = {n: row if isinstance(row, Tensor) else _once(row) for n, row in rows.items()}
         for part in parts:
             at = part.positions
-            self.tiers[part.tier].write(
-                part.ids,
-                stamp,
-                _rows_at(rows, at),
-                None if lengths is None else lengths[at],
-                also=None if further is None else partial(further.at, at),
-            )
+            own = {name: _row_at(row, at) for name, row in shared.items()}
+            own_lengths = None if lengths is None else lengths[at]
+            self.tiers[part.tier].write(part.ids, stamp, own, own_lengths)
 
     def clear(self, ids: Tensor) -> None:
         for part in self.parts(ids):
@@ -193,21 +180,21 @@ def joined(parts: Sequence[TierPart], reads: Sequence[RowRead]) -> RowRead:
     return RowRead(join([read.depth for read in reads]), rows, num_corrupt)
 
 
-def _rows_at(rows: Rows, positions: Tensor) -> dict[str, Tensor]:
-    return {name: taken(row, positions) for name, row in rows.items()}
+def _row_at(
+    row: Tensor | Callable[[], Tensor], positions: Tensor
+) -> Tensor | Callable[[], Tensor]:
+    """Return a tier's part of a field."""
+    return taken(row, positions) if isinstance(row, Tensor) else lambda: taken(row(), positions)
 
 
-@final
-class _FurtherRows:
-    """Give further rows to the threads of several tiers; they are computed once."""
+def _once(give: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Have the threads of several tiers share what a function computes."""
+    lock, computed = threading.Lock(), list[Tensor]()
 
-    def __init__(self, give: FurtherRows) -> None:
-        self._give, self._lock = give, threading.Lock()
-        self._rows: Rows | None = None
+    def shared() -> Tensor:
+        with lock:
+            if not computed:
+                computed.append(give())
+        return computed[0]
 
-    def at(self, positions: Tensor) -> Rows:
-        """Return those of a tier."""
-        with self._lock:
-            if self._rows is None:
-                self._rows = self._give()
-        return _rows_at(self._rows, positions)
+    return shared

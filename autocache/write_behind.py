@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autocache.activation_store import (
     ActivationStore,
-    FurtherRows,
+    NewRows,
     RowRead,
     Rows,
     Stamps,
@@ -93,15 +93,7 @@ class WriteBehind(StoreProxy):
         self._wait_for(ids)
         self._within.clear(ids)
 
-    def write(
-        self,
-        ids: Tensor,
-        stamp: int,
-        rows: Rows,
-        lengths: Tensor | None = None,
-        *,
-        also: FurtherRows | None = None,
-    ) -> None:
+    def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         """Have rows written; the caller may change their memory at once.
 
         Waits for the write before the last one, so that few are held in memory.
@@ -116,7 +108,7 @@ class WriteBehind(StoreProxy):
         def write() -> None:
             if copied is not None:
                 copied.synchronize()
-            self._within.write(ids, stamp, own, lengths, also=also)
+            self._within.write(ids, stamp, own, lengths)
 
         ids_with_row = ids[ids < self.num_rows]
         self._waiting = (*waiting, _Writing(ids_with_row, stamp, self._thread.submit(write)))
@@ -148,17 +140,18 @@ class WriteBehind(StoreProxy):
             work.result()
         return self._waiting
 
-    def _copied(self, rows: Rows) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+    def _copied(self, rows: NewRows) -> tuple[NewRows, torch.cuda.Event | None]:
         """Begin to copy rows into host memory; return them, and an event for when they are there.
 
         Rows on a GPU are first copied there, which takes a small part of the time: the layers
         above may change them in place meanwhile. Rows in host memory may lie in a read buffer,
         which is soon read into again.
         """
-        own = {name: row.detach().clone() for name, row in rows.items()}
+        given = {name: row for name, row in rows.items() if isinstance(row, Tensor)}
+        own = {name: row.detach().clone() for name, row in given.items()}
         on_gpu = [name for name, row in own.items() if row.device.type == "cuda"]
         if self._stream is None or not on_gpu:
-            return own, None
+            return {**rows, **own}, None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for name in on_gpu:
@@ -170,4 +163,4 @@ class WriteBehind(StoreProxy):
             # A blocking event leaves the core to others while the thread waits for it.
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._stream)
-        return own, copied
+        return {**rows, **own}, copied

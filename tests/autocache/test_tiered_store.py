@@ -67,7 +67,7 @@ def test_tiers_of_several_layouts_and_no_tiers_are_refused() -> None:
         TieredStore({})
 
 
-def test_further_rows_are_computed_once_for_the_threads_of_all_tiers() -> None:
+def test_a_field_is_computed_once_for_the_threads_of_all_tiers() -> None:
     store = TieredStore(
         {
             name: WriteBehind(RowStore.in_memory(LAYOUT, 6), device=CPU) for name in ("a", "b")
@@ -75,13 +75,12 @@ def test_further_rows_are_computed_once_for_the_threads_of_all_tiers() -> None:
     )  # fmt: skip
     ids, calls = torch.tensor([7, 2, 9, 4]), []
     rows = make_rows(ids)
-    further = {"y": rows.pop("y")}
 
-    def give() -> dict[str, Tensor]:
+    def give() -> Tensor:
         calls.append(1)
-        return further
+        return rows["y"]
 
-    store.write(ids, 3, rows, also=give)
+    store.write(ids, 3, {**rows, "y": give})
     store.settle()
     assert_rows_equal(store.read(ids, [3]).rows, make_rows(ids))
     assert len(calls) == 1
