@@ -286,14 +286,14 @@ def _facts_of(folder: Path) -> SetFacts | None:
     """Describe a set; None, with a warning, where it is damaged."""
     is_used = _is_used(folder)
     try:
-        made_from, _, facts = _read_about(folder)
+        description = _read_about(folder)
+        num_rows, stamps = description.shape.num_rows, (int(description.made_from["stamp"], 16),)
         with closing(_open(folder, is_used=False)) as one:
-            ids, stamps = torch.arange(one.store.num_rows), (int(made_from["stamp"], 16),)
             return SetFacts(
                 name=folder.name,
-                about=facts["about"],
-                num_rows=one.store.num_rows,
-                num_whole=int(one.store.find(ids, stamps).sum()),
+                about=description.about,
+                num_rows=num_rows,
+                num_whole=int(one.store.find(torch.arange(num_rows), stamps).sum()),
                 num_bytes=_taken_by(folder),
                 last_used=_last_used(folder),
                 is_used=is_used,
@@ -305,8 +305,7 @@ def _facts_of(folder: Path) -> SetFacts | None:
 
 def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
     """Open a set that its folder describes; an OSError or ValueError where it is damaged."""
-    _, layout, facts = _read_about(folder)
-    num_rows = facts["num_rows"]
+    shape = _read_about(folder).shape
     with ExitStack() as undone:
         own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         undone.callback(os.close, own)
@@ -314,8 +313,8 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
             raise ValueError(f"{folder} is being removed")
         file = os.open(folder / _ROWS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         undone.callback(os.close, file)
-        mapping = FileShape(layout, num_rows).open(file, folder / _ROWS)
-        store = RowStore(folder / _ROWS, layout, num_rows, mapping=mapping, descriptor=file)
+        mapping = shape.open(file, folder / _ROWS)
+        store = RowStore(folder / _ROWS, shape, mapping=mapping, descriptor=file)
         if store.is_condemned():
             raise ValueError("they were found to be wrong")
         found = OpenSet(folder, store, (own, file), is_used=is_used)
@@ -339,8 +338,17 @@ def _hash(described: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _read_about(folder: Path) -> tuple[dict[str, Any], RowLayout, dict[str, Any]]:
-    """Return what a set was made from, its layout, and the rest of its description.
+@dataclass(frozen=True)
+class _Description:
+    """Hold what a set's folder says of it."""
+
+    made_from: MadeFrom
+    about: Mapping[str, Any]
+    shape: FileShape
+
+
+def _read_about(folder: Path) -> _Description:
+    """Read a set's description.
 
     An OSError or ValueError where it cannot be read, or does not match the folder's name.
     """
@@ -359,7 +367,7 @@ def _read_about(folder: Path) -> tuple[dict[str, Any], RowLayout, dict[str, Any]
             raise ValueError(f"it has {num_rows} rows")
     except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / _ABOUT} is damaged: {error!r}") from error
-    return facts["made_from"], RowLayout(fields), {"num_rows": num_rows, "about": about}
+    return _Description(facts["made_from"], about, FileShape(RowLayout(fields), num_rows))
 
 
 def _dtype(name: str) -> torch.dtype:

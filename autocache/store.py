@@ -61,8 +61,7 @@ class RowStore(ActivationStore):
     def __init__(
         self,
         path: Path,
-        layout: RowLayout,
-        num_rows: int,
+        shape: FileShape,
         *,
         mapping: mmap.mmap,
         descriptor: int | None = None,
@@ -72,10 +71,10 @@ class RowStore(ActivationStore):
 
         A descriptor is copied; None is memory.
         """
+        layout, num_rows = shape.layout, shape.num_rows
         super().__init__(layout, num_rows)
-        self.path = path
+        self.path, self._shape = path, shape
         self._has_warned, self._unlink = False, unlink
-        self._shape = shape = FileShape(layout, num_rows)
         self._mapping: mmap.mmap | None = mapping
         self._header = np.frombuffer(mapping, np.uint64, count=HEADER_WORDS)
         self._tags = np.frombuffer(
@@ -132,14 +131,7 @@ class RowStore(ActivationStore):
             try:
                 mapping = shape.reserve(file.fileno(), path)
                 unlink = partial(path.unlink, missing_ok=True)
-                return cls(
-                    path,
-                    layout,
-                    num_rows,
-                    mapping=mapping,
-                    descriptor=file.fileno(),
-                    unlink=unlink,
-                )
+                return cls(path, shape, mapping=mapping, descriptor=file.fileno(), unlink=unlink)
             except BaseException:
                 path.unlink()
                 raise
@@ -149,7 +141,7 @@ class RowStore(ActivationStore):
         """Make a store that no other process can open, on no file system."""
         shape = FileShape(layout, num_rows)
         mapping = shape.prepare(mmap.mmap(-1, shape.num_bytes))
-        return cls(Path("memory"), layout, num_rows, mapping=mapping)
+        return cls(Path("memory"), shape, mapping=mapping)
 
     @classmethod
     def create_nameless(
@@ -173,15 +165,13 @@ class RowStore(ActivationStore):
                 raise
             raise NamelessFilesError(error.errno, f"{folder}: {error.strerror}") from error
         try:
-            mapping = FileShape(layout, num_rows, limit_bytes).reserve(descriptor, folder)
-            return cls(
+            shape = FileShape(layout, num_rows, limit_bytes)
+            mapping = shape.reserve(descriptor, folder)
+            path, unlink = (
                 Path(f"/proc/{os.getpid()}/fd/{descriptor}"),
-                layout,
-                num_rows,
-                mapping=mapping,
-                descriptor=descriptor,
-                unlink=partial(os.close, descriptor),
+                partial(os.close, descriptor),
             )
+            return cls(path, shape, mapping=mapping, descriptor=descriptor, unlink=unlink)
         except BaseException:
             os.close(descriptor)
             raise
@@ -195,8 +185,9 @@ class RowStore(ActivationStore):
             ValueError: the file was created with another layout or number of rows.
         """
         with Path(path).open("rb+") as file:
-            mapping = FileShape(layout, num_rows).open(file.fileno(), Path(path))
-            return cls(Path(path), layout, num_rows, mapping=mapping, descriptor=file.fileno())
+            shape = FileShape(layout, num_rows)
+            mapping = shape.open(file.fileno(), Path(path))
+            return cls(Path(path), shape, mapping=mapping, descriptor=file.fileno())
 
     def __enter__(self) -> RowStore:
         return self
