@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from autocache.activation_store import ActivationStore, RowRead
-from autocache.device_thread import thread_on
 from autocache.row_content import HIDDEN
-from autocache.row_pool import RowPool
+from autocache.row_pool import RowPool, thread_on
 from autocache.tiered_store import TieredStore, joined
 
 _NUM_BUFFERS = 3

@@ -26,8 +26,7 @@ from autocache.activation_store import (
     Stamps,
     StoreProxy,
 )
-from autocache.device_thread import thread_on
-from autocache.row_pool import RowPool
+from autocache.row_pool import RowPool, thread_on
 
 _MOST_WAITING = 2
 """Writes that wait: of the step whose rows the GPU still computes, and of the one before."""
