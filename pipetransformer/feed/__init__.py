@@ -15,7 +15,7 @@ from pipetransformer.feed.batch_forecast import (
     may_lie_on_gpus,
     share_of_rows_found,
 )
-from pipetransformer.feed.collation import Batch, Collation, names_for
+from pipetransformer.feed.collation import Batch, Collation, entry_of
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.random_numbers import own_random_numbers, seed_plainly, seed_torch
 from pipetransformer.feed.rounding import tell_of_loss, tell_of_outputs
@@ -48,8 +48,8 @@ __all__ = [
     "Batch", "BatchForecast", "Clock", "Collation", "ComingStep", "ComputedRows",
     "ForeseenSamples", "FrozenPrefix", "Position", "Request", "RowBudget", "RowKeeper", "Rows",
     "SampleError", "SampleFeed", "Samples", "SizedDataset", "TargetSource", "Timeline",
-    "attributes_of", "check_dataset", "find_changed", "first_samples", "keeps_places",
-    "may_lie_on_gpus", "names_for", "numbers_in", "own_random_numbers", "part_of",
+    "attributes_of", "check_dataset", "entry_of", "find_changed", "first_samples", "keeps_places",
+    "may_lie_on_gpus", "numbers_in", "own_random_numbers", "part_of",
     "read_lengths", "refuse_counted_padding", "samples_of", "seed_plainly", "seed_torch",
     "share_of_rows_found", "spread", "tell_of_loss", "tell_of_outputs",
 ]  # fmt: skip

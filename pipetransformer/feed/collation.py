@@ -110,7 +110,7 @@ class Collation:
             return None
         found = {}
         for name in dict.fromkeys((*self.names, *self.unseen)):
-            own = [n for n in dict.fromkeys(names_for(name)) if n in names]
+            own = [n for n in names_for(name) if n in names]
             values = [item[own[0]] for item in items] if len(own) == 1 else []
             if len(own) > 1 or any(value is None for value in values):
                 return None
@@ -179,7 +179,7 @@ def _meant(missing: list[str], others: set[str]) -> str:
 
 def names_for(name: str) -> tuple[str, ...]:
     """Return the names under which data sets may hold an entry, its own first."""
-    return (name, *(_LABELS if name in _LABELS else ()))
+    return tuple(dict.fromkeys((name, *_LABELS))) if name in _LABELS else (name,)
 
 
 def stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:

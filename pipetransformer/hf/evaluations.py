@@ -32,7 +32,7 @@ from transformers.trainer_utils import (
 )
 
 from autopipe.loss import Loss, LossValue
-from pipetransformer.feed import SizedDataset, check_dataset, own_random_numbers
+from pipetransformer.feed import SizedDataset, check_dataset, entry_of, own_random_numbers
 from pipetransformer.hf.callback_bridge import CallbackBridge, prefixed
 from pipetransformer.hf.script_loss import answers_questions
 from pipetransformer.hf.training_arguments import refuse_given
@@ -295,14 +295,9 @@ def _one_of(datasets: Any, name: str) -> SizedDataset:
     return found
 
 
-_LABEL_NAMES = ("labels", "label", "label_ids")
-"""Names that collators give to the same entry."""
-
-
 def missing_targets(item: Mapping[str, Any], targets: tuple[str, ...]) -> list[str]:
     """Name the targets that an item or a batch lacks."""
-    names = {name: _LABEL_NAMES if name in _LABEL_NAMES else (name,) for name in targets}
-    return [name for name, known in names.items() if all(item.get(n) is None for n in known)]
+    return [name for name in targets if entry_of(item, name) is None]
 
 
 @final
