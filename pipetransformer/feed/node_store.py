@@ -128,25 +128,26 @@ def share_files(
             left -= store.num_rows
             if limit_bytes is not None:
                 limit_bytes -= store.num_rows * layout.expected_bytes
-    if world.is_main and causes and (left or len(folders) == 1):
-        held = num_elsewhere + num_rows - left
-        _warn_of_room(held, num_elsewhere + num_rows, [*files], "; ".join(causes))
+    num_kept, cause = num_elsewhere + num_rows - left, "; ".join(causes)
+    if causes and not num_kept:
+        warn_of_no_cache(world, cause)
+    elif causes and world.is_main and (left or len(folders) == 1):
+        _LOGGER.warning(
+            "the cache holds %d of %d rows, in %s, as %s; cache_folder= names another place, "
+            "cache_dtype= makes rows smaller",
+            num_kept,
+            num_elsewhere + num_rows,
+            " and ".join(files) or "the device's memory alone",
+            cause,
+        )
     return files
 
 
-def _warn_of_room(held: int, num_rows: int, places: Sequence[str], cause: str) -> None:
-    """Warn that rows are not where they were wished to be."""
-    if not held:
-        _LOGGER.warning("no cache: %s; the frozen prefix is computed at every step", cause)
-        return
-    _LOGGER.warning(
-        "the cache holds %d of %d rows, in %s, as %s; cache_folder= names another place, "
-        "cache_dtype= makes rows smaller",
-        held,
-        num_rows,
-        " and ".join(places) or "the device's memory alone",
-        cause,
-    )
+def warn_of_no_cache(world: World, cause: str, advice: str = "") -> None:
+    """Warn, in one process of all, that no rows are kept."""
+    if world.is_main:
+        text = "no cache: %s; the frozen prefix is computed at every step%s"
+        _LOGGER.warning(text, cause, f". {advice}" if advice else "")
 
 
 def _share_most(
@@ -297,10 +298,7 @@ def share_kept(
                     failure = str(error)
             failures = [text for text in gather_json(failure, group=world.group) if text]
             if failures:
-                if world.is_main:
-                    _LOGGER.warning(
-                        "no cache: %s; the frozen prefix is computed at every step", failures[0]
-                    )
+                warn_of_no_cache(world, failures[0])
                 return None
         undone.pop_all()
     return store

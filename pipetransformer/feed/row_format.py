@@ -13,6 +13,7 @@ from autocache import HIDDEN, Positions, RowContent, RowField, RowLayout, by_pos
 from autodp import broadcast_json
 from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
+from pipetransformer.feed.node_store import warn_of_no_cache
 from pipetransformer.feed.samples import Samples
 from pipetransformer.feed.target_source import TargetSource
 from pipetransformer.model import Task
@@ -86,9 +87,7 @@ class RowFormat:
             self._compare_samples()
             found = None if self._trouble else self._find()
             if found is None:
-                _LOGGER.warning(
-                    "no cache: %s; the frozen prefix is computed at every step", self._trouble
-                )
+                warn_of_no_cache(self._world, self._trouble)
         found = broadcast_json(found, group=self._world.group)
         if found is None:
             return None

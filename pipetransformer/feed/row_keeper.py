@@ -36,6 +36,7 @@ from pipetransformer.feed.node_store import (
     make_store,
     rows_in_all,
     share_kept,
+    warn_of_no_cache,
     warn_of_others,
 )
 from pipetransformer.feed.row_format import RowFormat
@@ -156,12 +157,7 @@ class RowKeeper:
         if views:
             raise ValueError(f"there are no fixed views of samples, as {reasons[0]}")
         self._gave_up = True
-        if self._world.is_main:
-            _LOGGER.warning(
-                "no cache: %s; the frozen prefix is computed at every step. %s",
-                reasons[0],
-                self.advice,
-            )
+        warn_of_no_cache(self._world, reasons[0], self.advice)
 
     def give_up(self) -> None:
         """Keep no rows from now on."""
@@ -279,14 +275,11 @@ class RowKeeper:
             return
         num_rows = self._num_views * self._num_samples
         if rows_in_all(self._task.config, num_rows, layout.expected_bytes) == 0:
-            if self._world.is_main:
-                _LOGGER.warning(
-                    "no cache: cache_limit_bytes=%s has room for less than a tenth of %d rows of "
-                    "%d bytes; the frozen prefix is computed at every step",
-                    self._task.config.cache_limit_bytes,
-                    num_rows,
-                    layout.expected_bytes,
-                )
+            warn_of_no_cache(
+                self._world,
+                f"cache_limit_bytes={self._task.config.cache_limit_bytes} has room for less than "
+                f"a tenth of {num_rows} rows of {layout.expected_bytes} bytes",
+            )
             return
         if self._task.config.cache_keep:
             self.store = self._kept_store(layout, num_rows)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -281,17 +281,18 @@ class SampleFeed:
         )
         if len(steps) < 2:
             return None
-        ids, load = torch.cat(steps), partial(self._load_by_steps, steps=steps, epoch=epoch)
-        batch, stats = self._fetch_rows(
-            cache,
-            ids,
-            # Where every sample is read, each step reads its own: those of many are many bytes.
-            None if content.checks_every else load,
-            epoch=epoch,
-            expected=coming.later_ids(len(coming.later))[len(ids) - len(coming.ids) :],
-        )
-        if not batch:
+        ids, depth = torch.cat(steps), self.prefix.depth
+        load = partial(self._load_by_steps, steps=steps, epoch=epoch)
+        expected = coming.later_ids(len(coming.later))[len(ids) - len(coming.ids) :]
+        rows = self._begin_fetch(cache, ids, epoch, expected)
+        if content.checks_every:
+            # Each step reads its own samples, to compare: those of many steps are many bytes.
+            hits = cache.read_hits(ids, rows, depth=depth)
+        else:
+            hits = cache.fetch(ids, load, depth=depth, row_ids=rows)
+        if hits is None:
             return None
+        batch, stats = self._end_fetch(cache, hits, expected)
         self._coming.skip(len(steps) - 1)
         stamps = tuple(self.prefix.stamps)
         return RowBlock(epoch, stamps, steps, batch, stats, positions=content.positions)
@@ -299,15 +300,16 @@ class SampleFeed:
     def _fetch_one(self, cache: PrefixCache, coming: Fetch, *, keeps: bool) -> Batch:
         """Fetch one step's samples; those to come may be computed with them."""
         ids, epoch, later = coming.ids, coming.epoch, coming.later_ids(_NUM_LATER)
-        batch, stats = self._fetch_rows(
-            cache,
+        rows = self._begin_fetch(cache, ids, epoch, later)
+        batch = cache.fetch(
             ids,
             partial(self._load, epoch=epoch),
-            epoch=epoch,
-            expected=later,
+            depth=self.prefix.depth,
+            row_ids=rows,
             keeps=keeps,
             later=self._later(later, epoch),
         )
+        batch, stats = self._end_fetch(cache, batch, later)
         self._stats += stats
         self._may_all_hit = stats.hits == len(ids)
         beside_gpu = self._world.device.type == "cuda"
@@ -316,33 +318,20 @@ class SampleFeed:
             self.read_ahead(coming.later[0], epoch=epoch)
         return batch
 
-    def _fetch_rows(
-        self,
-        cache: PrefixCache,
-        ids: Tensor,
-        load: Callable[[Tensor], Batch] | None,
-        *,
-        epoch: int,
-        expected: Tensor,
-        **options: Any,
-    ) -> tuple[Batch, CacheStats]:
-        """Fetch samples' rows from the cache; return what that came to, too.
-
-        Args:
-            load: of samples that miss, and of some to check; None has nothing checked, returns the
-                digests to check, too, and is empty where one misses.
-            expected: samples of the fetches to come in the epoch.
-            options: of `PrefixCache.fetch`.
-        """
+    def _begin_fetch(
+        self, cache: PrefixCache, ids: Tensor, epoch: int, expected: Tensor
+    ) -> Tensor:
+        """Return samples' rows; `expected` are samples of later fetches in the epoch."""
         if self.keeper.uses_store:
             self.keeper.prove_others(ids, epoch)
             self.keeper.expect(expected, epoch)
         self._stats += cache.take_stats()
-        rows = self.keeper.row_ids(ids, epoch)
-        if load is None:
-            batch = cache.read_hits(ids, rows, depth=self.prefix.depth) or {}
-        else:
-            batch = cache.fetch(ids, load, depth=self.prefix.depth, row_ids=rows, **options)
+        return self.keeper.row_ids(ids, epoch)
+
+    def _end_fetch(
+        self, cache: PrefixCache, batch: Batch, expected: Tensor
+    ) -> tuple[Batch, CacheStats]:
+        """Return a batch that stays what it is where that is asked for, and what it came to."""
         if self.copies:
             batch = {name: entry.clone() for name, entry in batch.items()}
         if self.keeper.store is not None and self._world.size > 1 and not len(expected):
