@@ -46,7 +46,7 @@ class RowRead:
     rows: dict[str, Tensor]
     num_corrupt: int
 
-    def joined(self, other: RowRead) -> RowRead:
+    def join(self, other: RowRead) -> RowRead:
         """Return both, this one's rows first, in new memory."""
         rows = {name: torch.cat((row, other.rows[name])) for name, row in self.rows.items()}
         corrupt = self.num_corrupt + other.num_corrupt
@@ -99,13 +99,13 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
+        self, ids: Tensor, stamps: Stamps, *, out: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read the rows that stand under one of these stamps.
 
         For the fetching thread, and beside it for the one that reads ahead.
 
-        Rows are copied `into` tensors from `buffers`, for B rows or more: fresh memory costs as
+        Rows are copied to `out`, tensors of `buffers`, for B rows or more: fresh memory costs as
         much as the copy. What these hold for rows that are not found stays there.
 
         Args:

@@ -26,7 +26,7 @@ from autocache.layout import RowLayout
 from autocache.row_content import HIDDEN
 from autocache.row_pool import RowPool
 from autocache.store import RowStore
-from autocache.uploads import beside
+from autocache.uploads import send_like
 from autocache.write_behind import WriteBehind
 
 
@@ -81,13 +81,13 @@ class DeviceStore(StoreProxy):
         return not self._is_full and super().is_writable
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
+        self, ids: Tensor, stamps: Stamps, *, out: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read rows; "hidden" is on the device, in new memory."""
-        read = self._within.read(ids, stamps, into=into, pool=pool)
+        read = self._within.read(ids, stamps, out=out, pool=pool)
         # Misses take slot 0, so that one operation reads all.
         index = self._slots_of(ids).where(read.depth > 0, 0)
-        hidden = self._hidden.index_select(0, beside(index, self._hidden))
+        hidden = self._hidden.index_select(0, send_like(index, self._hidden))
         return RowRead(read.depth, {HIDDEN: hidden, **read.rows}, read.num_corrupt)
 
     def expect(self, ids: Tensor) -> None:
@@ -103,11 +103,11 @@ class DeviceStore(StoreProxy):
             values = _zeros_behind(values, lengths)
         has_slot = index >= 0
         if not has_slot.all():
-            values = values[beside(has_slot.nonzero().flatten(), values)]
+            values = values[send_like(has_slot.nonzero().flatten(), values)]
             index = index[has_slot]
         # Cleared first: until the new stamp is there, no stamp stands for what the row holds.
         self._within.clear(ids)
-        self._hidden.index_copy_(0, beside(index, self._hidden), values)
+        self._hidden.index_copy_(0, send_like(index, self._hidden), values)
         self._within.write(ids.where(has_slot, self.num_rows), stamp, rest)
 
     def _slots_of(self, ids: Tensor) -> Tensor:
@@ -138,4 +138,4 @@ def _zeros_behind(values: Tensor, lengths: Tensor) -> Tensor:
     """Return (B, S, ...) values that are zero behind each sample's length."""
     is_behind = torch.arange(values.shape[1]) >= lengths[:, None]
     is_behind = is_behind.view(*is_behind.shape, *(1 for _ in values.shape[2:]))
-    return values.masked_fill(beside(is_behind, values), 0)
+    return values.masked_fill(send_like(is_behind, values), 0)

@@ -24,7 +24,7 @@ def takes_tokens(hidden: Tensor) -> bool:
     return hidden.is_floating_point() and hidden.ndim > 2
 
 
-def packed(hidden: Tensor) -> Tensor:
+def pack(hidden: Tensor) -> Tensor:
     """Return (N, ..., S, D) hidden states as (N, ..., S, D + 8) int8."""
     values = hidden.float()
     scale = values.abs().amax(dim=-1, keepdim=True).div_(_LARGEST).clamp_min_(_LEAST_SCALE)
@@ -32,8 +32,8 @@ def packed(hidden: Tensor) -> Tensor:
     return torch.cat((whole, scale.to(_SCALE).view(torch.int8)), dim=-1)
 
 
-def unpacked(rows: Tensor) -> Tensor:
-    """Return the (N, ..., S, D) float32 hidden states that `packed` rows stand for."""
+def unpack(rows: Tensor) -> Tensor:
+    """Return the (N, ..., S, D) float32 hidden states that `pack` rows stand for."""
     whole, scale = rows.split((rows.shape[-1] - _SCALE.itemsize, _SCALE.itemsize), dim=-1)
     # One rounding of an exact product: the same bits on every device.
     return whole.float().mul_(scale.contiguous().view(_SCALE).float())

@@ -127,13 +127,13 @@ class KeptStore(StoreProxy):
         return found
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
+        self, ids: Tensor, stamps: Stamps, *, out: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read the deepest row of each sample; see `RowStore.read`."""
         found = self.find(ids, stamps)
         depths = [depth for depth in found.unique().tolist() if depth]
         deepest = max(depths, default=len(stamps))
-        read = self._read_at(deepest, ids, stamps, into, pool)
+        read = self._read_at(deepest, ids, stamps, out, pool)
         for depth in depths[-2::-1]:
             places = (found == depth).nonzero().flatten()
             part = self._read_at(depth, ids[places], stamps, None, pool)
@@ -209,8 +209,8 @@ class KeptStore(StoreProxy):
         return opened
 
     def _read_at(
-        self, depth: int, ids: Tensor, stamps: Stamps, into: Rows | None, pool: RowPool | None
+        self, depth: int, ids: Tensor, stamps: Stamps, out: Rows | None, pool: RowPool | None
     ) -> RowRead:
         one = self._set_of(stamps[depth - 1]) or self._first
-        read = one.store.read(ids, stamps[depth - 1 : depth], into=into, pool=pool)
+        read = one.store.read(ids, stamps[depth - 1 : depth], out=out, pool=pool)
         return RowRead(read.depth * depth, read.rows, read.num_corrupt)

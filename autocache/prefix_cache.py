@@ -37,6 +37,7 @@ from torch import Tensor
 
 from autocache.activation_store import ActivationStore
 from autocache.prefix_chunks import (
+    NO_ROW,
     NOTHING,
     ChunkedLayers,
     FoundSamples,
@@ -48,7 +49,7 @@ from autocache.prefix_chunks import (
     one_each,
     place,
     room_in_chunks,
-    taken,
+    select,
 )
 from autocache.prefix_rows import PrefixRows
 from autocache.row_content import DIGEST, HIDDEN, RowContent, check_kept
@@ -186,7 +187,7 @@ class PrefixCache:
         usable, loaded = self._load_samples(usable, load)
         entries = self._computed(usable, loaded, num, depth, keeps=keeps)
         self._stats.count(usable.samples.found, depth, num)
-        return self._content.first(entries, num)
+        return self._content.head(entries, num)
 
     def read_hits(
         self, sample_ids: Tensor, row_ids: Tensor, *, depth: int
@@ -203,7 +204,7 @@ class PrefixCache:
             return None
         self._reads += num
         self._stats.count(usable.samples.found, depth)
-        entries, _ = self._content.brought_together(usable.samples.found, usable.entries, {})
+        entries, _ = self._content.align(usable.samples.found, usable.entries, {})
         return {**entries, DIGEST: usable.digests}
 
     def holds(self, sample_ids: Tensor, digests: Tensor, load: Load) -> bool:
@@ -290,8 +291,8 @@ class PrefixCache:
             if len(samples.ids) > num:
                 more = self._rows.read(samples.row_ids[num:], depth)
                 more.rows[HIDDEN] = self._layers.send(more.rows[HIDDEN])
-                read = read.joined(more)
-            samples = samples.found_at(self._rows.usable(read.depth, depth))
+                read = read.join(more)
+            samples = samples.with_depths(self._rows.usable(read.depth, depth))
             rows, content = read.rows, self._content
             digests = rows.pop(DIGEST, NOTHING[0])
             changed = self._checks.of_other_samples(samples, digests)
@@ -300,7 +301,7 @@ class PrefixCache:
             samples = self._forget_rows(samples, changed.nonzero().flatten())
             if not samples.found.any():
                 return _Usable(samples)
-            rows[HIDDEN] = content.restored(rows[HIDDEN])
+            rows[HIDDEN] = content.decode(rows[HIDDEN])
             return _Usable(samples, rows, digests)
 
     def _forget_rows(self, samples: FoundSamples, positions: Tensor) -> FoundSamples:
@@ -309,7 +310,7 @@ class PrefixCache:
         if not len(positions):
             return samples
         self._rows.clear(samples.row_ids[positions])
-        return samples.found_at(samples.found.index_fill(0, positions, 0))
+        return samples.with_depths(samples.found.index_fill(0, positions, 0))
 
     def _load_samples(self, usable: _Usable, load: Load) -> tuple[_Usable, LoadedSamples]:
         """Load the samples that miss, and some to compare; return the rows that are usable still.
@@ -328,7 +329,7 @@ class PrefixCache:
         self._reads += samples.num_found
         if checks.are_current(samples.ids[checked], digests[checked], loaded):
             return _Usable(samples, usable.entries, digests), loaded
-        samples = samples.found_at(torch.zeros_like(samples.found))
+        samples = samples.with_depths(torch.zeros_like(samples.found))
         return _Usable(samples), self._load(load, each_once(samples.ids)[0])
 
     def _load(self, load: Load, ids: Tensor) -> LoadedSamples:
@@ -351,29 +352,29 @@ class PrefixCache:
         Rows of the fetch's own samples, the first `num`, are written only if it `keeps` them.
         """
         samples, content = usable.samples, self._content
-        entries, given = content.brought_together(
-            samples.found, dict(usable.entries), loaded.entries
-        )
+        entries, given = content.align(samples.found, dict(usable.entries), loaded.entries)
         loaded = LoadedSamples(loaded.ids, given)
-        row_ids = samples.row_ids if keeps else samples.without_rows(num)
+        row_ids = samples.row_ids
+        if not keeps:
+            row_ids = row_ids.index_fill(0, torch.arange(num), NO_ROW)
         # From each depth where samples join to the next: they run through these layers together.
         for first, last in pairwise(sorted({*samples.found.tolist(), depth})):
             positions = (samples.found <= first).nonzero().flatten()
             ids, inverse = each_once(samples.ids[positions])
             chosen = one_each(positions, len(ids), inverse)
             if first:
-                batch = {name: taken(row, chosen) for name, row in entries.items()}
+                batch = {name: select(row, chosen) for name, row in entries.items()}
             else:
-                batch = loaded.of(ids)
+                batch = loaded.entries_of(ids)
             fresh = self._run(batch, first, last)
             if last == depth:
                 hidden = fresh[HIDDEN]
-                stored = content.stored(hidden)
-                fresh[HIDDEN] = content.restored(stored, hidden.dtype)
+                stored = content.encode(hidden)
+                fresh[HIDDEN] = content.decode(stored, hidden.dtype)
                 new_digests = self._checks.digests_of(samples, chosen, usable.digests, loaded)
                 with self._stats.timed():
                     rows = {**fresh, HIDDEN: stored}
-                    self._rows.write(taken(row_ids, chosen), rows, depth, new_digests)
+                    self._rows.write(select(row_ids, chosen), rows, depth, new_digests)
             place(entries, positions, fresh, inverse)
         return entries
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from autocache.row_content import HIDDEN
-from autocache.uploads import Uploader, beside
+from autocache.uploads import Uploader, send_like
 
 SampleRows: TypeAlias = tuple[Tensor, Tensor]
 """Sample ids and row ids, (B,) int64 each, on the CPU. A row id beyond the store means no row."""
 NOTHING: SampleRows = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-_NO_ROW = torch.iinfo(torch.int64).max
+NO_ROW = torch.iinfo(torch.int64).max
 
 RunLayers: TypeAlias = Callable[[dict[str, Tensor], int, int], Tensor]
 """Runs layers first..last-1 of (batch, first, last) and returns the hidden states."""
@@ -45,13 +45,9 @@ class FoundSamples:
     def num_found(self) -> int:
         return int((self.found > 0).sum())
 
-    def found_at(self, depths: Tensor) -> FoundSamples:
+    def with_depths(self, depths: Tensor) -> FoundSamples:
         """Return the same samples, whose rows are found at other (B,) depths."""
         return FoundSamples(self.ids, self.row_ids, depths)
-
-    def without_rows(self, num: int) -> Tensor:
-        """Return the row ids, with none for the first samples."""
-        return self.row_ids.index_fill(0, torch.arange(num), _NO_ROW)
 
 
 @dataclass(frozen=True)
@@ -61,13 +57,13 @@ class LoadedSamples:
     ids: Tensor
     entries: dict[str, Tensor]
 
-    def of(self, ids: Tensor) -> dict[str, Tensor]:
+    def entries_of(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the entries of some of the ids, in the order given."""
         if torch.equal(self.ids, ids):
             return dict(self.entries)
         ascending, order = self.ids.sort()
         index = order[torch.searchsorted(ascending, ids)]
-        return {name: entry[beside(index, entry)] for name, entry in self.entries.items()}
+        return {name: entry[send_like(index, entry)] for name, entry in self.entries.items()}
 
 
 class ChunkedLayers:
@@ -156,9 +152,9 @@ def one_each(positions: Tensor, num: int, inverse: Tensor) -> Tensor:
     return positions.new_empty(num).scatter_(0, inverse, positions)
 
 
-def taken(values: Tensor, positions: Tensor) -> Tensor:
+def select(values: Tensor, positions: Tensor) -> Tensor:
     """Return the values at distinct ascending positions, without a copy where these are all."""
-    return values if len(positions) == len(values) else values[beside(positions, values)]
+    return values if len(positions) == len(values) else values[send_like(positions, values)]
 
 
 def place(
@@ -170,7 +166,7 @@ def place(
         ValueError: they have other shapes than the rows that are there.
     """
     for name, row in fresh.items():
-        own = row if len(row) == len(inverse) else row[beside(inverse, row)]
+        own = row if len(row) == len(inverse) else row[send_like(inverse, row)]
         if name not in rows:  # Nothing was read, so these are all the positions there are.
             rows[name] = own
         elif own is not rows[name]:
@@ -180,4 +176,4 @@ def place(
                     f"{tuple(rows[name].shape[1:])} for others: pad all samples to one length, "
                     "or keep no cache"
                 )
-            rows[name][beside(positions, row)] = own
+            rows[name][send_like(positions, row)] = own

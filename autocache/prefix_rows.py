@@ -88,7 +88,7 @@ class PrefixRows:
             # A sample longer than a row gets an id without a row.
             fits = own_lengths(fresh[positions.mask]) <= positions.most
             row_ids = row_ids.where(fits, self.num_rows)
-            fresh = positions.bring(fresh, positions.most)
+            fresh = positions.resize(fresh, positions.most)
         if self._fit(fresh):
             rows: NewRows = fresh if digests is None else {**fresh, DIGEST: digests}
             self._store.write(row_ids, self._stamps[depth - 1], rows, lengths)

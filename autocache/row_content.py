@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autocache.digests import add_entry
-from autocache.int8_tokens import packed, takes_tokens, unpacked
+from autocache.int8_tokens import pack, takes_tokens, unpack
 from autocache.layout import RowField, RowLayout
 
 HIDDEN, DIGEST = "hidden", "digest"
@@ -44,7 +44,7 @@ class Positions:
     most: int
     padding: Mapping[str, float] = field(default_factory=dict)
 
-    def bring(self, batch: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
+    def resize(self, batch: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
         """Return a batch cut, or padded, to `num` positions."""
         return {
             name: _with_positions(entry, num, self.padding.get(name, 0))
@@ -138,7 +138,7 @@ class RowContent:
             )
         mask = self.padding_mask
         varies = mask is not None and by_position(hidden_of_one, batch_of_one[mask].shape[1])
-        stored = self.stored(hidden_of_one)
+        stored = self.encode(hidden_of_one)
         hidden = RowField(HIDDEN, tuple(stored.shape[1:]), stored.dtype, varies)
         kept = {name: batch_of_one[name] for name in self.keep}
         if self.checked:
@@ -150,14 +150,14 @@ class RowContent:
         """Return the (N,) hidden states of each sample that are stored; None for all."""
         return None if self.padding_mask is None else own_lengths(batch[self.padding_mask])
 
-    def stored(self, hidden: Tensor) -> Tensor:
+    def encode(self, hidden: Tensor) -> Tensor:
         """Return computed hidden states as a row holds them."""
         if self.dtype is torch.int8:
-            return packed(hidden) if takes_tokens(hidden) else hidden
+            return pack(hidden) if takes_tokens(hidden) else hidden
         is_kept = self.dtype is None or not hidden.is_floating_point()
         return hidden if is_kept else hidden.to(self.dtype)
 
-    def restored(self, stored: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def decode(self, stored: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return hidden states from what a row holds, in a dtype; None is the computed one.
 
         A sample that misses gets what its row will give. It is rounded once: to round what a row
@@ -166,7 +166,7 @@ class RowContent:
         dtype = dtype or self.computed_dtype
         is_whole = dtype is not None and not dtype.is_floating_point
         if self.dtype is stored.dtype is torch.int8 and not is_whole:
-            stored = unpacked(stored)
+            stored = unpack(stored)
         return stored if dtype is None else stored.to(dtype)
 
     def digests(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -182,7 +182,7 @@ class RowContent:
             digests = add_entry(digests, name, batch[name], lengths if is_cut else None)
         return torch.from_numpy(digests.view(np.int64))
 
-    def brought_together(
+    def align(
         self, found: Tensor, rows: dict[str, Tensor], loaded: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Give rows, found at (B,) depths, and loaded samples as many positions as they need."""
@@ -193,14 +193,14 @@ class RowContent:
         if rows:
             # Where nothing was found, a row is whatever lay in that memory.
             num = max(num, int(own_lengths(rows[positions.mask][found > 0]).max()))
-        return positions.bring(rows, num), positions.bring(loaded, num)
+        return positions.resize(rows, num), positions.resize(loaded, num)
 
-    def first(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
+    def head(self, rows: Mapping[str, Tensor], num: int) -> dict[str, Tensor]:
         """Return the first `num` of a batch's rows, without positions that only others need."""
         first = {name: row[:num] for name, row in rows.items()}
         if len(rows[HIDDEN]) == num or self.positions is None:
             return first
-        return self.positions.bring(first, int(own_lengths(first[self.positions.mask]).max()))
+        return self.positions.resize(first, int(own_lengths(first[self.positions.mask]).max()))
 
 
 def check_kept(batch: Mapping[str, Tensor], keep: tuple[str, ...]) -> None:

@@ -44,7 +44,7 @@ class RowPool:
         self._others: ThreadPoolExecutor | None = None
 
     @classmethod
-    def beside(cls, device: torch.device) -> RowPool:
+    def for_step_on(cls, device: torch.device) -> RowPool:
         """Return as many threads as help beside a step on a device."""
         if device.type != "cuda":
             return cls(1)

@@ -22,7 +22,7 @@ from torch import Tensor
 from autocache.activation_store import ActivationStore, RowRead
 from autocache.row_content import HIDDEN
 from autocache.row_pool import RowPool, thread_on
-from autocache.tiered_store import TieredStore, joined
+from autocache.tiered_store import TieredStore, join_reads
 
 _NUM_BUFFERS = 3
 """One for this read, one for the read before, whose rows are still in use, one for the next."""
@@ -56,7 +56,7 @@ class RowReader:
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._buffers: deque[_Buffers] = deque(maxlen=_NUM_BUFFERS)
         self._thread: ThreadPoolExecutor | None = None
-        self._pool = RowPool.beside(device)
+        self._pool = RowPool.for_step_on(device)
         self._ahead: _Ahead | None = None
 
     def read(self, row_ids: Tensor, stamps: tuple[int, ...]) -> RowRead:
@@ -69,10 +69,10 @@ class RowReader:
                 self._store.warn_of_damage(read)
                 return self._handed_over(read)
             self._give_back()
-        into = self._next_buffers(len(row_ids))
-        read = self._store.read(row_ids, stamps, into=into.rows, pool=self._pool)
+        buffers = self._next_buffers(len(row_ids))
+        read = self._store.read(row_ids, stamps, out=buffers.rows, pool=self._pool)
         self._store.warn_of_damage(read)
-        return self._handed_over(self._sent(read, into))
+        return self._handed_over(self._sent(read, buffers))
 
     def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
         """Have a thread read what `read` will be asked for next, where that saves time."""
@@ -81,11 +81,11 @@ class RowReader:
         self.forget()
         if self._thread is None:
             self._thread = thread_on(self._device, "read-ahead")
-        into = self._next_buffers(len(row_ids))
+        buffers = self._next_buffers(len(row_ids))
 
         def read() -> RowRead:
-            found = self._store.read(row_ids, stamps, into=into.rows, pool=self._pool)
-            return self._sent(found, into)
+            found = self._store.read(row_ids, stamps, out=buffers.rows, pool=self._pool)
+            return self._sent(found, buffers)
 
         self._ahead = _Ahead(row_ids, stamps, self._thread.submit(read))
 
@@ -158,7 +158,7 @@ class TieredReader:
         """Read rows; they are the caller's until the read after the next."""
         parts = self._store.parts(row_ids)
         reads = [self._readers[part.tier].read(part.ids, stamps) for part in parts]
-        return joined(parts, reads)
+        return join_reads(parts, reads)
 
     def read_ahead(self, row_ids: Tensor, stamps: tuple[int, ...]) -> None:
         """Have each tier's thread read what `read` will be asked for next."""

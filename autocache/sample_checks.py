@@ -73,7 +73,7 @@ class SampleChecks:
         checked = checked[self.known[rows] == 0]
         if not len(checked):
             return checked
-        given = self._content.digests(loaded.of(samples.ids[checked]))
+        given = self._content.digests(loaded.entries_of(samples.ids[checked]))
         self.known[samples.row_ids[checked]] = given
         return checked[given != digests[checked]]
 
@@ -85,7 +85,7 @@ class SampleChecks:
         """
 
         def check() -> bool:
-            given = self._content.digests(loaded.of(ids))
+            given = self._content.digests(loaded.entries_of(ids))
             differing = (given != digests).nonzero().flatten().tolist()
             if differing and self._store is not None and self._store.condemn():
                 _LOGGER.warning(
@@ -115,7 +115,7 @@ class SampleChecks:
 
         def give() -> Tensor:
             if len(ids):
-                given = self._content.digests(loaded.of(ids))
+                given = self._content.digests(loaded.entries_of(ids))
                 digests[misses] = given
                 if self.known is not None:
                     has_row = rows < len(self.known)

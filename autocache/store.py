@@ -233,14 +233,14 @@ class RowStore(ActivationStore):
         return first
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
+        self, ids: Tensor, stamps: Stamps, *, out: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         slots, fits = self._slots(ids)
         tags = self._tags[slots]
         before, lengths = tags[:, 0], tags[:, 2]
         depth = self._depths(before, fits, stamps)
         found = depth > 0
-        buffers = self.buffers(len(slots)) if into is None else into
+        buffers = self.buffers(len(slots)) if out is None else out
         own = self._own_words(lengths)
         places, is_there = self._places(slots, tags, own, found)
         rows, sums = self._gather(places, is_there, own, buffers, pool)

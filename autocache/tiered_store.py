@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from autocache.activation_store import ActivationStore, NewRows, RowRead, Rows, Stamps
-from autocache.prefix_chunks import taken
+from autocache.prefix_chunks import select
 from autocache.row_pool import RowPool
-from autocache.uploads import beside
+from autocache.uploads import send_like
 
 
 @dataclass(frozen=True)
@@ -108,23 +108,23 @@ class TieredStore(ActivationStore):
         return depth
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
+        self, ids: Tensor, stamps: Stamps, *, out: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         """Read rows; where a tier lies on a device, "hidden" is there, all in new memory."""
         parts = self.parts(ids)
         if len(parts) == 1 or self.has_device:
-            into = into if len(parts) == 1 else None
+            out = out if len(parts) == 1 else None
             reads = [
-                self.tiers[one.tier].read(one.ids, stamps, into=into, pool=pool) for one in parts
+                self.tiers[one.tier].read(one.ids, stamps, out=out, pool=pool) for one in parts
             ]
-            return joined(parts, reads)
-        into = self.buffers(len(ids)) if into is None else into
+            return join_reads(parts, reads)
+        out = self.buffers(len(ids)) if out is None else out
         depth, num_corrupt = torch.zeros_like(ids), 0
         for part in parts:
             # The others have no row here, so what other tiers read of them stays.
             tier = self.tiers[part.tier]
             own = torch.full_like(ids, tier.num_rows).index_copy_(0, part.positions, part.ids)
-            read = tier.read(own, stamps, into=into, pool=pool)
+            read = tier.read(own, stamps, out=out, pool=pool)
             depth, num_corrupt = depth + read.depth, num_corrupt + read.num_corrupt
         return RowRead(depth, read.rows, num_corrupt)
 
@@ -161,7 +161,7 @@ class TieredStore(ActivationStore):
                 closing.callback(tier.close)
 
 
-def joined(parts: Sequence[TierPart], reads: Sequence[RowRead]) -> RowRead:
+def join_reads(parts: Sequence[TierPart], reads: Sequence[RowRead]) -> RowRead:
     """Return what was read of each part as one, in the batch's order, on the first's device."""
     if len(parts) == 1:
         return reads[0]
@@ -170,8 +170,8 @@ def joined(parts: Sequence[TierPart], reads: Sequence[RowRead]) -> RowRead:
     def join(values: Sequence[Tensor]) -> Tensor:
         whole = values[0].new_empty(len(order), *values[0].shape[1:])
         # Sent at once, as a GPU waits longer for a small copy than for the bytes in it.
-        for positions, value in zip(beside(order, whole).split(sizes), values, strict=True):
-            on_device = value if value.device == whole.device else beside(value, whole)
+        for positions, value in zip(send_like(order, whole).split(sizes), values, strict=True):
+            on_device = value if value.device == whole.device else send_like(value, whole)
             whole.index_copy_(0, positions, on_device)
         return whole
 
@@ -184,7 +184,7 @@ def _row_at(
     row: Tensor | Callable[[], Tensor], positions: Tensor
 ) -> Tensor | Callable[[], Tensor]:
     """Return a tier's part of a field."""
-    return taken(row, positions) if isinstance(row, Tensor) else lambda: taken(row(), positions)
+    return select(row, positions) if isinstance(row, Tensor) else lambda: select(row(), positions)
 
 
 def _once(give: Callable[[], Tensor]) -> Callable[[], Tensor]:

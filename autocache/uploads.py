@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 
-def beside(index: Tensor, values: Tensor) -> Tensor:
-    """Return an index on the device of the values that it chooses from."""
-    return _sent(index, values.device)
+def send_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor on the device of another."""
+    return _sent(tensor, other.device)
 
 
 def _sent(entry: Tensor, device: torch.device) -> Tensor:

@@ -83,10 +83,10 @@ class WriteBehind(StoreProxy):
         return found
 
     def read(
-        self, ids: Tensor, stamps: Stamps, *, into: Rows | None = None, pool: RowPool | None = None
+        self, ids: Tensor, stamps: Stamps, *, out: Rows | None = None, pool: RowPool | None = None
     ) -> RowRead:
         self._wait_for(ids)
-        return self._within.read(ids, stamps, into=into, pool=pool)
+        return self._within.read(ids, stamps, out=out, pool=pool)
 
     def clear(self, ids: Tensor) -> None:
         self._wait_for(ids)

@@ -66,7 +66,7 @@ class RowBlock:
         self._next += 1
         positions = self._positions
         if positions is not None:
-            batch = positions.bring(batch, int(own_lengths(batch[positions.mask]).max()))
+            batch = positions.resize(batch, int(own_lengths(batch[positions.mask]).max()))
         return batch, stats
 
 

@@ -125,7 +125,7 @@ class RowFormat:
         """
         batch, positions = self._samples.probe([0]), self._positions
         if positions is not None:
-            batch = positions.bring(batch, positions.most)
+            batch = positions.resize(batch, positions.most)
         # A whole chunk of it: kernels may give other last bits for another number of samples.
         repeat = torch.zeros(self._chunk_size, dtype=torch.int64)
         chunk = {name: t[repeat].to(self._world.device) for name, t in batch.items()}

@@ -359,7 +359,7 @@ class SampleFeed:
         positions = self.keeper.format.content.positions
         if positions is not None:
             most = max(part[positions.mask].shape[1] for part in parts)
-            parts = [positions.bring(part, most) for part in parts]
+            parts = [positions.resize(part, most) for part in parts]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def read_ahead(self, ids: Tensor, *, epoch: int) -> None:

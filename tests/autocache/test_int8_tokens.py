@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autocache import ActivationStore, DeviceStore
-from autocache.int8_tokens import packed, takes_tokens, unpacked
+from autocache.int8_tokens import pack, takes_tokens, unpack
 from autocache.prefix_cache import PrefixCache
 from autocache.row_content import HIDDEN, Positions, RowContent
 from autocache.store import RowStore
@@ -41,28 +41,28 @@ def hidden_states(width: int = ODD_WIDTH) -> Tensor:
 def test_each_value_is_within_half_a_step_of_its_own_token() -> None:
     hidden = hidden_states()
     steps = hidden.abs().amax(dim=-1, keepdim=True) / 127
-    assert bool(((unpacked(packed(hidden)) - hidden).abs() <= 0.5001 * steps).all())
+    assert bool(((unpack(pack(hidden)) - hidden).abs() <= 0.5001 * steps).all())
 
 
 def test_whole_steps_zeros_and_the_largest_values_are_kept_as_they_are() -> None:
     hidden = torch.tensor([[[127.0, -3.0, 0.0], [0.0, 0.0, 0.0], [-254.0, 2.0, 4.0]]])
-    assert torch.equal(unpacked(packed(hidden)), hidden)
+    assert torch.equal(unpack(pack(hidden)), hidden)
 
 
 def test_a_token_that_is_not_finite_stays_so_and_leaves_others_alone() -> None:
     hidden = hidden_states()
-    expected = unpacked(packed(hidden))
+    expected = unpack(pack(hidden))
     for value in (torch.nan, torch.inf):
         spoilt = hidden.clone()
         spoilt[2, 1, 3] = value
-        found = unpacked(packed(spoilt))
+        found = unpack(pack(spoilt))
         assert bool(found[2, 1].isnan().all())
         found[2, 1] = expected[2, 1]
         assert torch.equal(found, expected)
 
 
 def test_a_row_takes_a_byte_a_value_and_eight_bytes_a_token() -> None:
-    rows = packed(hidden_states())
+    rows = pack(hidden_states())
     assert (rows.dtype, tuple(rows.shape)) == (torch.int8, (6, 5, ODD_WIDTH + 8))
 
 
@@ -74,8 +74,8 @@ def test_a_row_takes_a_byte_a_value_and_eight_bytes_a_token() -> None:
 def test_what_has_no_tokens_is_refused_for_rows_and_is_not_rounded(hidden: Tensor) -> None:
     content = RowContent((), dtype=torch.int8, checked=False)
     assert not takes_tokens(hidden)
-    assert content.stored(hidden) is hidden
-    assert torch.equal(content.restored(hidden, hidden.dtype), hidden)
+    assert content.encode(hidden) is hidden
+    assert torch.equal(content.decode(hidden, hidden.dtype), hidden)
     with pytest.raises(ValueError, match="int8 has one scale for each token"):
         content.layout({}, hidden[:1])
 
@@ -83,13 +83,13 @@ def test_what_has_no_tokens_is_refused_for_rows_and_is_not_rounded(hidden: Tenso
 def test_whole_numbers_of_int8_are_not_taken_for_rows() -> None:
     tokens = torch.arange(24, dtype=torch.int8).view(1, 2, 12)
     content = RowContent((), dtype=torch.int8, checked=False)
-    assert torch.equal(content.restored(content.stored(tokens), tokens.dtype), tokens)
+    assert torch.equal(content.decode(content.encode(tokens), tokens.dtype), tokens)
 
 
 def rounded(entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return entries whose hidden states are those of rows."""
     hidden = entries[HIDDEN]
-    return {**entries, HIDDEN: unpacked(packed(hidden)).to(hidden.dtype)}
+    return {**entries, HIDDEN: unpack(pack(hidden)).to(hidden.dtype)}
 
 
 def cache_of(

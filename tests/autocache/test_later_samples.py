@@ -212,7 +212,7 @@ def test_positions_that_only_later_samples_need_are_left_out() -> None:
     content = RowContent(("mask",), padding_mask="mask", positions=positions)
     mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     rows = {"hidden": torch.arange(15.0).reshape(3, 5, 1), "mask": mask}
-    own = content.first(rows, 2)
+    own = content.head(rows, 2)
     assert torch.equal(own["hidden"], rows["hidden"][:2, :3])
     assert torch.equal(own["mask"], mask[:2, :3])
-    assert content.first(rows, 3)["hidden"].shape == (3, 5, 1)
+    assert content.head(rows, 3)["hidden"].shape == (3, 5, 1)

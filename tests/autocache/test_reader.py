@@ -58,7 +58,7 @@ def test_a_background_read_copies_its_rows_and_not_the_file(store: RowStore) -> 
     into = store.buffers(len(ids))
     tracemalloc.start()
     try:
-        store.read(ids, (1,), into=into, pool=RowPool(1))
+        store.read(ids, (1,), out=into, pool=RowPool(1))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -55,8 +55,8 @@ def test_several_threads_read_what_one_reads(varies: bool, width: int) -> None:
                 buffers[HIDDEN].fill_(7)
             # The damage is found first, so that both find the same.
             assert store.read(asked[1:2], (1,)).num_corrupt == 1
-            alone = store.read(asked, (1,), into=into[0])
-            together = store.read(asked, (1,), into=into[1], pool=pool)
+            alone = store.read(asked, (1,), out=into[0])
+            together = store.read(asked, (1,), out=into[1], pool=pool)
         pool.close()
         assert together.depth.tolist() == alone.depth.tolist() == [1, 0, 1, 0, 1, 1, 1, 1]
         there = alone.depth > 0

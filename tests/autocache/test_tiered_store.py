@@ -163,7 +163,7 @@ def test_tiers_in_host_memory_are_read_into_one_place_without_a_copy(
     into, asked = store.buffers(NUM_ROWS + 1), torch.tensor([11, 3, 0, 7, 9, 7, 10, 40])
     into["hidden"].fill_(5)
     for pool in (None, RowPool(1)):
-        read = store.read(asked, [3], into=into, pool=pool)
+        read = store.read(asked, [3], out=into, pool=pool)
         assert read.depth.tolist() == [0, 1, 1, 1, 1, 1, 0, 0]
         there = read.depth > 0
         rows = {name: row[there] for name, row in read.rows.items()}

@@ -26,7 +26,7 @@ def rounding_hook(dtype: torch.dtype) -> Any:
 
     def rounded(block: nn.Module, given: Any, answer: Any) -> Any:
         hidden = answer[0] if isinstance(answer, tuple) else answer
-        hidden = content.restored(content.stored(hidden), hidden.dtype)
+        hidden = content.decode(content.encode(hidden), hidden.dtype)
         return (hidden, *answer[1:]) if isinstance(answer, tuple) else hidden
 
     return rounded
