@@ -121,7 +121,8 @@ def share_files(
         if [*map(str, folders)] == [TrainConfig.cache_folder]:
             with suppress(FileNotFoundError):  # No folder for temporary files can be written to.
                 places.append(Path(tempfile.gettempdir()))
-        store, outcome = _share_most(world, places, layout, num, most_bytes)
+        request = _FileRequest(tuple(places), layout, most_bytes)
+        store, outcome = _share_most(world, request, num)
         causes += [outcome.cause] if outcome.cause else []
         if store is not None:
             files[outcome.place] = store
@@ -150,35 +151,55 @@ def warn_of_no_cache(world: World, cause: str, advice: str = "") -> None:
         _LOGGER.warning(text, cause, f". {advice}" if advice else "")
 
 
+@dataclass(frozen=True)
+class _FileRequest:
+    """Say what a node's file holds, and where it may lie, the best place first.
+
+    Args:
+        limit_bytes: the most that rows take where they vary.
+    """
+
+    places: tuple[Path, ...]
+    layout: RowLayout
+    limit_bytes: int | None
+
+    def make(self, num_rows: int, *, in_need: bool) -> tuple[RowStore | None, _Offer]:
+        """Make the file in the first place that takes it.
+
+        Args:
+            in_need: whether the first place, too, must keep some room for others.
+        """
+        causes: list[str] = []
+        for place in self.places:
+            try:
+                if (in_need or causes) and num_rows > (num := _num_fitting(place, self.layout)):
+                    what = f"{place} has room for {num} rows beside what others need"
+                    raise OSError(errno.ENOSPC, what)
+                store = _create(place, self.layout, num_rows, self.limit_bytes)
+            except OSError as error:
+                causes.append(str(error))
+            else:
+                return store, _Offer(str(store.path), str(place), "; ".join(causes), num_rows)
+        num_fitting = max(_num_fitting(place, self.layout) for place in self.places)
+        return None, _Offer("", str(self.places[0]), "; ".join(causes), num_fitting)
+
+
 def _share_most(
-    world: World,
-    places: Sequence[Path],
-    layout: RowLayout,
-    num_rows: int,
-    limit_bytes: int | None,
+    world: World, request: _FileRequest, num_rows: int
 ) -> tuple[RowStore | None, _Offer]:
     """Create a store on every node, with fewer rows where one lacks room for all. Collective."""
-    share = partial(_share, world, places, layout, limit_bytes=limit_bytes)
-    store, outcome = share(num_rows)
+    store, outcome = _share(world, request, num_rows, in_need=False)
     if store is None and outcome.num_fitting < num_rows and enough(outcome.num_fitting, num_rows):
-        store, fewer = share(outcome.num_fitting, in_need=True)
+        store, fewer = _share(world, request, outcome.num_fitting, in_need=True)
         outcome = replace(outcome, place=fewer.place) if store is not None else outcome
     return store, outcome
 
 
 def _share(
-    world: World,
-    places: Sequence[Path],
-    layout: RowLayout,
-    num_rows: int,
-    *,
-    in_need: bool = False,
-    limit_bytes: int | None,
+    world: World, request: _FileRequest, num_rows: int, *, in_need: bool
 ) -> tuple[RowStore | None, _Offer]:
     """Create a store on every node in the first place that takes it. Collective.
 
-    Args:
-        in_need: whether the first place, too, must keep some room for others.
     Returns:
         None on all ranks where one has failed; and what is to be said of all nodes, equal on all.
     """
@@ -186,16 +207,18 @@ def _share(
     store, offer, failure = None, None, ""
     with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
         if leads:
-            store, offer = _make(
-                places, layout, num_rows, in_need=in_need, limit_bytes=limit_bytes
-            )
+            store, offer = request.make(num_rows, in_need=in_need)
         if store is not None:
             undone.callback(store.close)
-        told = gather_json(offer and asdict(offer), group=group)
+        gathered = gather_json(offer and asdict(offer), group=group)
         undone.pop_all()
-    offers = [_Offer(**one) for one in told if one is not None]  # One of each node.
+    offers = [_Offer(**one) for one in gathered if one is not None]  # One of each node.
     if not leads and all(one.path for one in offers):
-        store, failure = _open(offers[world.rank // world.slots_per_node], layout, num_rows)
+        path = offers[world.rank // world.slots_per_node].path
+        try:
+            store = RowStore.open(path, request.layout, num_rows)
+        except (OSError, ValueError) as error:
+            failure = str(error)
     failures = [text for text in gather_json(failure, group=group) if text]
     failures += [one.cause for one in offers if not one.path]
     if store is not None:
@@ -204,46 +227,14 @@ def _share(
     if store is not None and failures:
         store.close()
         store = None
-    return store, _joined(offers, failures)
+    return store, _summary(offers, failures)
 
 
-def _open(offer: _Offer, layout: RowLayout, num_rows: int) -> tuple[RowStore | None, str]:
-    """Open the store that this node's first rank has made; return why it could not be, too."""
-    try:
-        return RowStore.open(offer.path, layout, num_rows), ""
-    except (OSError, ValueError) as error:
-        return None, str(error)
-
-
-def _joined(offers: Sequence[_Offer], failures: Sequence[str]) -> _Offer:
+def _summary(offers: Sequence[_Offer], failures: Sequence[str]) -> _Offer:
     """Return what is to be said of all nodes: of the first where rows are not where wished."""
     first = next((one for one in offers if one.cause), offers[0])
     num_fitting = min(one.num_fitting for one in offers)
     return replace(first, cause=[*failures, first.cause][0], num_fitting=num_fitting)
-
-
-def _make(
-    places: Sequence[Path],
-    layout: RowLayout,
-    num_rows: int,
-    *,
-    in_need: bool,
-    limit_bytes: int | None,
-) -> tuple[RowStore | None, _Offer]:
-    """Make a store in the first place that takes it."""
-    causes: list[str] = []
-    for place in places:
-        try:
-            if (in_need or causes) and num_rows > (num := _num_fitting(place, layout)):
-                what = f"{place} has room for {num} rows beside what others need"
-                raise OSError(errno.ENOSPC, what)
-            store = _create(place, layout, num_rows, limit_bytes)
-        except OSError as error:
-            causes.append(str(error))
-        else:
-            return store, _Offer(str(store.path), str(place), "; ".join(causes), num_rows)
-    num_fitting = max(_num_fitting(one, layout) for one in places)
-    return None, _Offer("", str(places[0]), "; ".join(causes), num_fitting)
 
 
 def _num_fitting(place: Path, layout: RowLayout) -> int:
@@ -351,7 +342,7 @@ def warn_of_others(store: KeptStore) -> None:
     )
 
 
-def behind(world: World, store: ActivationStore) -> ActivationStore:
+def write_behind(world: World, store: ActivationStore) -> ActivationStore:
     """Have rows written behind a GPU's steps; a CPU's step needs all cores."""
     return store if world.device.type != "cuda" else WriteBehind(store, device=world.device)
 
@@ -391,7 +382,7 @@ def make_store(
             limit_bytes=limit,
             num_elsewhere=num_elsewhere,
         )
-        tiers.update({place: behind(world, file) for place, file in files.items()})
+        tiers.update({place: write_behind(world, file) for place, file in files.items()})
     return TieredStore(tiers) if len(tiers) > 1 else next(iter(tiers.values()), None)
 
 

@@ -31,13 +31,13 @@ from autopipe.trace import as_bytes
 from pipetransformer.feed.collation import Batch
 from pipetransformer.feed.frozen_prefix import FrozenPrefix
 from pipetransformer.feed.node_store import (
-    behind,
     check_device,
     make_store,
     rows_in_all,
     share_kept,
     warn_of_no_cache,
     warn_of_others,
+    write_behind,
 )
 from pipetransformer.feed.row_format import RowFormat
 from pipetransformer.feed.row_origin import about_rows, data_origin, machine_origin
@@ -151,8 +151,8 @@ class RowKeeper:
         mix = not varies and self._samples.mix_in_batches()
         counts = "" if varies or mix else self._samples.counts_in()
         ours = (varies, _SEED if views else _RANDOM), (mix, _MIXES), (counts, _COUNTS % counts)
-        told = gather_json([why for is_so, why in ours if is_so], group=self._world.group)
-        if not (reasons := list(chain(*told))):
+        gathered = gather_json([why for is_so, why in ours if is_so], group=self._world.group)
+        if not (reasons := list(chain(*gathered))):
             return
         if views:
             raise ValueError(f"there are no fixed views of samples, as {reasons[0]}")
@@ -320,10 +320,10 @@ class RowKeeper:
         if store is None:
             return None
         self._kept = store
-        is_told = config.cache_fingerprint is not None
-        if not is_told and (self.known is None or len(self.known) != store.num_rows):
+        is_trusted = config.cache_fingerprint is not None
+        if not is_trusted and (self.known is None or len(self.known) != store.num_rows):
             self.known = torch.zeros(store.num_rows, dtype=torch.int64)
-        return behind(world, store)
+        return write_behind(world, store)
 
     def _proves_right(self, store: KeptStore) -> bool:
         """Return whether rows that were found are what this run computes, as far as a rank can."""
