@@ -333,15 +333,15 @@ class Saver:
         folder = Path(path)
         if not path:
             return folder, 0
-        told = gather_json(
+        answers = gather_json(
             {**self._write_own(folder, copies), "own": state["own"]}, group=self._group
         )
         if not self._world.is_main:
             return folder, 0
-        causes = [f"rank {r}: {one['failure']}" for r, one in enumerate(told) if one["failure"]]
-        scalars = {**state["scalars"], "ranks": [one["own"] for one in told]}
+        causes = [f"rank {r}: {one['failure']}" for r, one in enumerate(answers) if one["failure"]]
+        scalars = {**state["scalars"], "ranks": [one["own"] for one in answers]}
         if not causes:
-            records, frozen = _joined(told, "records"), _joined(told, "frozen")
+            records, frozen = _records_of(answers, "records"), _records_of(answers, "frozen")
             try:
                 publish(folder, records, scalars, keep=self._keep, frozen=frozen)
             except (OSError, CorruptCheckpointError) as error:
@@ -351,7 +351,7 @@ class Saver:
             _warn(step, causes)
             return folder, 0
         self._store.prune()
-        return folder, sum(one["num_bytes"] for one in told)
+        return folder, sum(one["num_bytes"] for one in answers)
 
     def _write_own(self, folder: Path, copies: _Copies) -> dict[str, Any]:
         """Write this rank's files; return what rank 0 publishes of them."""
@@ -387,9 +387,9 @@ def _split_lent(groups: Shards) -> tuple[Shards, Shards]:
     return lent, {name: group for name, group in groups.items() if name not in lent}
 
 
-def _joined(told: list[dict[str, Any]], kind: str) -> dict[str, ShardRecord]:
+def _records_of(answers: list[dict[str, Any]], kind: str) -> dict[str, ShardRecord]:
     """Return all ranks' records of a kind."""
-    return {name: ShardRecord(**one) for rank in told for name, one in rank[kind].items()}
+    return {name: ShardRecord(**one) for rank in answers for name, one in rank[kind].items()}
 
 
 def _warn(step: int, causes: list[str]) -> None:

@@ -7,7 +7,7 @@ data, and what is done to a sample       `data_origin`, and the digest in each r
 device, threads, chunk, torch            `machine_origin`
 
 What this misses, such as a changed function of another file that a module calls, is found
-otherwise: some rows are computed again before the first is read, see `SampleFeed`.
+otherwise: some rows are computed again before the first is read, see `row_proof`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def data_origin(
             int(content.digests(samples.probe([i]))) for i in samples.spread(_MOST_DIGESTED)
         ],
         "named": config.cache_fingerprint,
-        "collate": _told(samples.collation.function),
+        "collate": _spell(samples.collation.function),
         # Fixed views are random numbers of this seed.
         "views": [num_views, config.seed] if num_views > 1 else None,
     }
@@ -146,46 +146,46 @@ def _layers_by_path(model: LayeredModel) -> dict[str, int]:
 
 def _settings(module: nn.Module) -> list[tuple[str, str]]:
     """Return what a module holds beside its tensors and parts, hooks on its forward included."""
-    told = []
+    spelled = []
     for name, value in vars(module).items():
         # A model that is attached to a loop has other forwards, which know the module's own one.
         if type(value).__module__.startswith("pipetransformer."):
             value = getattr(value, "own", None)
         if value is not None and name not in _IDLE and name not in _OF_EVERY_MODULE:
-            told.append((name, _told(value)))
+            spelled.append((name, _spell(value)))
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        told += [
-            ("hook", _told(hook))
+        spelled += [
+            ("hook", _spell(hook))
             for hook in hooks.values()
             if not type(hook).__module__.startswith(("freeze.", "pipetransformer."))
         ]
-    return sorted(told)
+    return sorted(spelled)
 
 
-def _told(value: Any, *, most: int = _MOST_LEVELS) -> str:
+def _spell(value: Any, *, most: int = _MOST_LEVELS) -> str:
     """Spell a value: its contents, its code, or, where neither is to be had, its class."""
     if _is_plain(value):
         return repr(value)
     if isinstance(value, (Tensor, np.ndarray)):
-        return _told_array(value)
+        return _spell_array(value)
     if isinstance(value, (type, BuiltinFunctionType, ModuleType)):
         return str(getattr(value, "__qualname__", value.__name__))
     if most == 0 or isinstance(value, _SILENT):
         return type(value).__qualname__
-    within = partial(_told, most=most - 1)
+    within = partial(_spell, most=most - 1)
     if (parts := _parts_of_code(value)) is not None:
         return f"{[*map(within, parts)]}"
-    content = _told_content(value, within)
+    content = _spell_content(value, within)
     if type(value) in _CONTAINERS:
         return content
     held = _attributes_of(value)
     if not held and not hasattr(value, "__dict__"):
         return f"{type(value).__qualname__} {[*map(within, _parts_of_state(value))]}"
-    own = sorted((name, within(one)) for name, one in held.items() if _tells(name, one))
+    own = sorted((name, within(one)) for name, one in held.items() if _is_setting(name, one))
     return f"{_code_of(value, most=most - 1)} {own} {content}"
 
 
-def _told_content(value: Any, within: Callable[[Any], str]) -> str:
+def _spell_content(value: Any, within: Callable[[Any], str]) -> str:
     """Spell what a container holds; "" of what is none."""
     if isinstance(value, (list, tuple)):
         return f"{[*map(within, value)]}"
@@ -205,7 +205,7 @@ def _parts_of_state(value: Any) -> list[Any]:
     return [[*one] if isinstance(one, Iterator) else one for one in parts]
 
 
-def _told_array(value: Tensor | np.ndarray) -> str:
+def _spell_array(value: Tensor | np.ndarray) -> str:
     if isinstance(value, Tensor):
         return f"{chain_hash(0, [('', value)], mode='')}"
     data = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
@@ -220,7 +220,7 @@ def _attributes_of(value: object) -> dict[str, Any]:
     )
 
 
-def _tells(name: str, value: object) -> bool:
+def _is_setting(name: str, value: object) -> bool:
     """Return whether an attribute is a setting; a private one may lead to anything."""
     is_public = name[0] != "_" or name == "__wrapped__"  # The function that a decorator took.
     return is_public or isinstance(value, (np.ndarray, Tensor, set, frozenset)) or _is_plain(value)
@@ -252,8 +252,8 @@ def _is_plain(value: Any) -> bool:
 def _code_of(value: object, *, most: int = _MOST_LEVELS) -> str:
     """Spell the class of an object, and those of the user's that it inherits from."""
     first, *others = type(value).__mro__
-    told = [first, *(kind for kind in others if not _is_of_library(kind))]
-    return " ".join(_code_of_class(kind, most) for kind in told)
+    spelled = [first, *(kind for kind in others if not _is_of_library(kind))]
+    return " ".join(_code_of_class(kind, most) for kind in spelled)
 
 
 def _is_of_library(kind: type) -> bool:
@@ -267,14 +267,14 @@ def _code_of_class(kind: Any, most: int) -> str:
     As they are now: a library may have exchanged some since its source was read.
     """
     own = [(name, _function_of(one)) for name, one in sorted(vars(kind).items())]
-    told = [
-        (name, _told(one, most=most))
+    spelled = [
+        (name, _spell(one, most=most))
         for name, one in own
         if isinstance(one, FunctionType)
         or (name[:2] != "__" and (_is_plain(one) or hasattr(one, "__wrapped__")))
     ]
     version = _version_of(kind.__module__.partition(".")[0])
-    return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(repr(told).encode())}"
+    return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(repr(spelled).encode())}"
 
 
 def _function_of(value: Any) -> Any:

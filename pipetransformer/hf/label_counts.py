@@ -41,7 +41,7 @@ def divided_by_labels(
         read: reads a few samples, on which the model is asked what it divides by.
     """
     model = layered.model
-    if not layered.is_recorded or layered.targets != (_LABELS,) or not _is_told_of(model):
+    if not layered.is_recorded or layered.targets != (_LABELS,) or not _takes_count(model):
         return loss
     batch = read(EntryNames(layered.inputs, layered.targets))
     if _LABELS not in batch or batch[_LABELS].ndim != 2 or not _divides(layered, batch, loss):
@@ -49,7 +49,7 @@ def divided_by_labels(
     return loss.wrapped(partial(_with_divisor, skips_first=_skips_first(model)))
 
 
-def _is_told_of(model: nn.Module) -> bool:
+def _takes_count(model: nn.Module) -> bool:
     """Return whether transformers' Trainer tells a model how many labels it has counted."""
     bare: Any = unwrapped(model)
     if (accepts := getattr(bare, "accepts_loss_kwargs", None)) is not None:
@@ -64,14 +64,14 @@ def _divides(layered: LayeredModel, batch: Mapping[str, Tensor], loss: Loss) -> 
     device = next((parameter.device for parameter in model.parameters()), None)
     inputs = {n: batch[n].to(device) for n in (*layered.inputs, _LABELS) if n in batch}
     # Larger than any count, so that no mean over tokens is equal by chance.
-    told = torch.tensor(2 * inputs[_LABELS].numel(), device=device)
+    count = torch.tensor(2 * inputs[_LABELS].numel(), device=device)
     with torch.no_grad(), whole_in_mode(model, training=False):
-        answer = model(**inputs, num_items_in_batch=told)
+        answer = model(**inputs, num_items_in_batch=count)
         value = loss(output_of(answer), inputs[_LABELS])
     # In low precision the same sum in another order differs by more.
     allowed = 1e-4 if answer.loss.dtype in (torch.float32, torch.float64) else 3e-2
     return isinstance(value, tuple) and math.isclose(
-        float(answer.loss), mean_of(float(value[0]), float(told)), rel_tol=allowed
+        float(answer.loss), mean_of(float(value[0]), float(count)), rel_tol=allowed
     )
 
 

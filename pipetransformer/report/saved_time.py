@@ -140,12 +140,12 @@ class SavedTime:
 
     def _computed(self, took_s: float) -> _Seconds | None:
         """Predict the training without rows; a depth without steps that tell counts as it was."""
-        told = list[_Seconds]()
+        predictions = list[_Seconds]()
         for (depth, reads), pace in self._paces.items():
             if reads and (computed := self._paces.get((depth, False))) is not None:
                 if (predicted := computed.of(pace.amount)) is not None:
-                    told.append(predicted + _Seconds(-pace.seconds))
-        return sum(told, _Seconds(took_s)) if told else None
+                    predictions.append(predicted + _Seconds(-pace.seconds))
+        return sum(predictions, _Seconds(took_s)) if predictions else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed training needs, serialisable as JSON."""
