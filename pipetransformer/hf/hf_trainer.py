@@ -315,23 +315,14 @@ class HFTrainer(Evaluations):
             drops_unknown=args.remove_unused_columns,
             seed=args.seed,
         )
-        read = partial(read_of, dataset)
         settings = settings_of(args, len(dataset), self._optimizer)
-        with naming_first_samples(self.model, dataset, read_of):
-            layered = adapt(
-                self.model,
-                read,
-                loss_fn=self._settings.get("loss_fn"),
-                unties=self._settings.get("tied_weights") == "untie",
-                parts=self._settings.get("parts", ()),
-                computes_in=DTYPES[{**settings, **self._settings}["precision"]],
-            )
+        layered = self._layered(dataset, read_of, settings)
         self._bridge.num_samples = len(dataset)
         evaluated = self._evaluated_in_a_run()
         if self._evaluates_itself():
             refuse_unselected(args, {**settings, **self._settings})
             settings |= {"evaluate_every_epochs": 0, "evaluate_every_steps": 0}
-        loss = self._loss(layered, read)
+        loss = self._loss(layered, partial(read_of, dataset))
         collate = self.data_collator
         if self.train_dataset is None:  # Nothing is trained, and nothing written.
             settings |= {"folder": None, "checkpoint_every_steps": 0, "checkpoint_every_epochs": 0}
@@ -359,6 +350,21 @@ class HFTrainer(Evaluations):
                 "loss_fn": loss,
             },
         )
+
+    def _layered(
+        self, dataset: SizedDataset, read_of: Callable[..., Batch], settings: Mapping[str, Any]
+    ) -> LayeredModel:
+        """Return the script's model in layers, by its first samples."""
+        own = self._settings
+        with naming_first_samples(self.model, dataset, read_of):
+            return adapt(
+                self.model,
+                partial(read_of, dataset),
+                loss_fn=own.get("loss_fn"),
+                unties=own.get("tied_weights") == "untie",
+                parts=own.get("parts", ()),
+                computes_in=DTYPES[{**settings, **own}["precision"]],
+            )
 
     def _evaluated_in_a_run(self) -> Any:
         """Return the data set that our Trainer evaluates by itself, if any."""
