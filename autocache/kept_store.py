@@ -83,24 +83,26 @@ class KeptStore(StoreProxy):
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.store.num_bytes for one in self._open_sets())
+        return sum(open_set.store.num_bytes for open_set in self._open_sets())
 
     @property
     def is_writable(self) -> bool:
         return self._first.is_writable
 
     def is_condemned(self) -> bool:
-        return self._is_condemned or any(one.store.is_condemned() for one in self._open_sets())
+        return self._is_condemned or any(
+            open_set.store.is_condemned() for open_set in self._open_sets()
+        )
 
     def condemn(self) -> bool:
         """Read no row any more; sets that no other run writes are removed, for every process."""
         first = not self.is_condemned()
         self._is_condemned = True
-        for one in self._open_sets():
-            if one.lock(self._kept.run):
-                one.store.condemn()
-                if one.folder.exists():
-                    self._kept.sets.discard(one.folder)
+        for open_set in self._open_sets():
+            if open_set.lock(self._kept.run):
+                open_set.store.condemn()
+                if open_set.folder.exists():
+                    self._kept.sets.discard(open_set.folder)
         return first
 
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
@@ -119,10 +121,10 @@ class KeptStore(StoreProxy):
         found = torch.zeros_like(ids)
         for depth in range(len(stamps), 0, -1):
             stamp = stamps[depth - 1]
-            one = self._set_of(stamp)
-            if one is None or (stamp in self._trusted) != is_trusted or bool(found.all()):
+            open_set = self._set_of(stamp)
+            if open_set is None or (stamp in self._trusted) != is_trusted or bool(found.all()):
                 continue
-            here = one.store.find(ids, (stamp,)) > 0
+            here = open_set.store.find(ids, (stamp,)) > 0
             found = found.where((found > 0) | ~here, depth)
         return found
 
@@ -145,33 +147,33 @@ class KeptStore(StoreProxy):
 
     def clear(self, ids: Tensor) -> None:
         """Make rows of every depth empty: their sample is another one by now."""
-        for one in self._open_sets():
-            if one.is_writable:
-                one.store.clear(ids)
+        for open_set in self._open_sets():
+            if open_set.is_writable:
+                open_set.store.clear(ids)
 
     def write(self, ids: Tensor, stamp: int, rows: NewRows, lengths: Tensor | None = None) -> None:
         """Write rows into the set of a stamp, unless another run does."""
-        one = self._set_to_write(stamp)
-        if one is not None and self._may_write(one, stamp) and not self._is_condemned:
-            one.store.write(ids, stamp, rows, lengths)
+        open_set = self._set_to_write(stamp)
+        if open_set is not None and self._may_write(open_set, stamp) and not self._is_condemned:
+            open_set.store.write(ids, stamp, rows, lengths)
 
     def close(self) -> None:
         """Let go of all sets; their rows stay."""
-        for one in self._open_sets():
-            one.close()
+        for open_set in self._open_sets():
+            open_set.close()
         self._sets.clear()
 
     def _open_sets(self) -> list[OpenSet]:
         # A copy, as another thread may add one.
-        return [one for one in list(self._sets.values()) if one is not None]
+        return [open_set for open_set in list(self._sets.values()) if open_set is not None]
 
-    def _may_write(self, one: OpenSet, stamp: int) -> bool:
+    def _may_write(self, open_set: OpenSet, stamp: int) -> bool:
         """Return whether no other run writes a set, and its rows are trusted."""
-        if not one.is_writable and one.lock(self._kept.run):
+        if not open_set.is_writable and open_set.lock(self._kept.run):
             # Without rows there is nothing to prove: they will all be this run's.
-            if not one.store.find(torch.arange(self.num_rows), (stamp,)).any():
+            if not open_set.store.find(torch.arange(self.num_rows), (stamp,)).any():
                 self.trust(stamp)
-        return one.is_writable and stamp in self._trusted
+        return open_set.is_writable and stamp in self._trusted
 
     def _set_of(self, stamp: int) -> OpenSet | None:
         """Return the open set of a stamp; None where there is none, or it has other rows."""
@@ -181,9 +183,9 @@ class KeptStore(StoreProxy):
 
     def _set_to_write(self, stamp: int) -> OpenSet | None:
         """Return the set of a stamp; of layers that were edited it replaces the one before."""
-        one = self._set_of(stamp)
-        if one is not None or stamp == self._edited:
-            return one
+        open_set = self._set_of(stamp)
+        if open_set is not None or stamp == self._edited:
+            return open_set
         if self._edited is not None and (before := self._sets.pop(self._edited)) is not None:
             before.close()
             with suppress(OSError):  # Somebody has removed it.
@@ -211,6 +213,6 @@ class KeptStore(StoreProxy):
     def _read_at(
         self, depth: int, ids: Tensor, stamps: Stamps, out: Rows | None, pool: RowPool | None
     ) -> RowRead:
-        one = self._set_of(stamps[depth - 1]) or self._first
-        read = one.store.read(ids, stamps[depth - 1 : depth], out=out, pool=pool)
+        open_set = self._set_of(stamps[depth - 1]) or self._first
+        read = open_set.store.read(ids, stamps[depth - 1 : depth], out=out, pool=pool)
         return RowRead(read.depth * depth, read.rows, read.num_corrupt)

@@ -115,14 +115,14 @@ class RowLayout:
     mean_length: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [one.name for one in self.fields]
+        names = [field.name for field in self.fields]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"a row layout has fields {names}; give at least one, each name once")
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Return where each field starts in the row, and last where the row ends, in bytes."""
-        sizes = (round_up(one.num_bytes, ALIGN_BYTES) for one in self.fields)
+        sizes = (round_up(field.num_bytes, ALIGN_BYTES) for field in self.fields)
         return tuple(accumulate(sizes, initial=0))
 
     @property
@@ -133,7 +133,7 @@ class RowLayout:
     @property
     def expected_bytes(self) -> int:
         """Return the bytes that a row takes in a file on average."""
-        return sum(one.expected_bytes(self.mean_length) for one in self.fields)
+        return sum(field.expected_bytes(self.mean_length) for field in self.fields)
 
     def check(self, rows: Mapping[str, Tensor], num: int) -> None:
         """Raise a ValueError for rows that do not match."""
@@ -147,7 +147,7 @@ class RowLayout:
 
     @property
     def varies(self) -> bool:
-        return any(one.varies for one in self.fields)
+        return any(field.varies for field in self.fields)
 
     @property
     def fixed_bytes(self) -> int:

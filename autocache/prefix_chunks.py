@@ -112,11 +112,11 @@ def room_in_chunks(found: Tensor, *, chunk_size: int, depth: int) -> dict[int, i
     The answer is by depth, ascending, for samples found there or below; {} if there is no room.
     `found` are the fetch's (B,) depths; rows found at the `depth` wanted are not run.
     """
-    numbers = sorted(Counter(one for one in found.tolist() if one < depth).items())
+    numbers = sorted(Counter(first for first in found.tolist() if first < depth).items())
     running = list(accumulate(number for _, number in numbers))
     # A sample passes through the chunks of its own depth and of all depths above: the least room
     # among them counts.
-    room = [*accumulate((-one % chunk_size for one in reversed(running)), min)][::-1]
+    room = [*accumulate((-num % chunk_size for num in reversed(running)), min)][::-1]
     depths = (first for first, _ in numbers)
     return dict(zip(depths, room, strict=True)) if any(room) else {}
 

@@ -200,7 +200,7 @@ class RowSets:
     ) -> OpenSet | None:
         """Remove a set that was made for a smaller limit; return it where it stays."""
         wanted = FileShape(layout, num_rows).rows_start + num_rows * _claimed(layout)
-        others = sum(_size_of(one) for one in self._set_folders() if one != found.folder)
+        others = sum(_size_of(folder) for folder in self._set_folders() if folder != found.folder)
         fits = self._limit_bytes is None or others + wanted <= self._limit_bytes
         free = shutil.disk_usage(self.folder).free
         if not fits or wanted > free:
@@ -212,9 +212,9 @@ class RowSets:
         self, made_from: MadeFrom, layout: RowLayout, num_rows: int, about: Mapping[str, Any]
     ) -> OpenSet:
         folder = self.folder / _name_of(made_from, layout)
-        for one in self._set_folders():
-            if not (one / _ABOUT).exists():  # Its maker was killed.
-                _delete(one)
+        for other in self._set_folders():
+            if not (other / _ABOUT).exists():  # Its maker was killed.
+                _delete(other)
         row_bytes, beside = _claimed(layout), FileShape(layout, num_rows).rows_start
         room = self._room(beside + num_rows * row_bytes) - beside
         num_rows = min(num_rows, room // row_bytes)
@@ -241,12 +241,12 @@ class RowSets:
         if self._limit_bytes is None:
             return wanted_bytes
         sets = sorted(self._set_folders(), key=_last_used)
-        sizes = {one: _size_of(one) for one in sets}
-        for one in sets:
+        sizes = {folder: _size_of(folder) for folder in sets}
+        for folder in sets:
             if sum(sizes.values()) + wanted_bytes <= self._limit_bytes:
                 break
-            if self._removed(one):
-                del sizes[one]
+            if self._removed(folder):
+                del sizes[folder]
         return max(0, min(wanted_bytes, self._limit_bytes - sum(sizes.values())))
 
     def _removed(self, folder: Path) -> bool:
@@ -258,7 +258,7 @@ class RowSets:
 
     def _set_folders(self) -> list[Path]:
         folders = self.folder.glob(f"{_PREFIX}*")
-        return [one for one in folders if one.is_dir() and not one.is_symlink()]
+        return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -288,12 +288,12 @@ def _facts_of(folder: Path) -> SetFacts | None:
     try:
         description = _read_about(folder)
         num_rows, stamps = description.shape.num_rows, (int(description.made_from["stamp"], 16),)
-        with closing(_open(folder, is_used=False)) as one:
+        with closing(_open(folder, is_used=False)) as open_set:
             return SetFacts(
                 name=folder.name,
                 about=description.about,
                 num_rows=num_rows,
-                num_whole=int(one.store.find(torch.arange(num_rows), stamps).sum()),
+                num_whole=int(open_set.store.find(torch.arange(num_rows), stamps).sum()),
                 num_bytes=_taken_by(folder),
                 last_used=_last_used(folder),
                 is_used=is_used,
@@ -324,7 +324,7 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
 
 def _described(made_from: MadeFrom, layout: RowLayout) -> dict[str, Any]:
     """Return what a set's name is the hash of, as plain values."""
-    fields = [{**asdict(one), "dtype": str(one.dtype)} for one in layout.fields]
+    fields = [{**asdict(field), "dtype": str(field.dtype)} for field in layout.fields]
     plain: dict[str, Any] = json.loads(json.dumps({"made_from": made_from, "fields": fields}))
     return plain
 
@@ -358,8 +358,8 @@ def _read_about(folder: Path) -> _Description:
         if folder.name != _PREFIX + _hash(described):
             raise ValueError("it is of another set")
         fields = tuple(
-            RowField(one["name"], tuple(one["shape"]), _dtype(one["dtype"]), one["varies"])
-            for one in facts["fields"]
+            RowField(field["name"], tuple(field["shape"]), _dtype(field["dtype"]), field["varies"])
+            for field in facts["fields"]
         )
         # Both were checked by no hash: the rows' file is, by its size and its header.
         num_rows, about = facts["num_rows"], dict(facts["about"])

@@ -18,7 +18,7 @@ _DENSE_CHECKS, _SPARSE_CHECKS = 4, 32
 misses c changed samples with a chance of (3/4)**c: 24 % for 5, less than 1 % for 20. Each later
 pass misses them with (31/32)**c."""
 
-_FACTORS = tuple(one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9))
+_FACTORS = tuple(factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9))
 """Odd, as signed numbers of 64 bits."""
 
 _LOGGER = logging.getLogger(__name__)

@@ -58,8 +58,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
             small.append(values)
         else:
             sums.append(_sum_of_words(values))
-    if len({one.device for one in (*small, *sums)}) > 1:
-        small, sums = [one.cpu() for one in small], [one.cpu() for one in sums]
+    if len({part.device for part in (*small, *sums)}) > 1:
+        small, sums = [part.cpu() for part in small], [part.cpu() for part in sums]
     if small:  # Together, as each takes less time than to begin with it.
         sums.append(_sum_of_words(torch.cat(small)))
     numbers = torch.stack(sums).tolist() if sums else []

@@ -346,7 +346,7 @@ class RowStore(ActivationStore):
 
     def _units(self, own_words: Sequence[np.ndarray | None]) -> np.ndarray:
         """Return the units of 64 bytes that rows take, (B,), or () where all take the same."""
-        varying = (units_of(one) for one in own_words if one is not None)
+        varying = (units_of(words) for words in own_words if words is not None)
         return sum(varying, np.array(self._fixed_units))
 
     def _places(

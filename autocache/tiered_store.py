@@ -115,7 +115,7 @@ class TieredStore(ActivationStore):
         if len(parts) == 1 or self.has_device:
             out = out if len(parts) == 1 else None
             reads = [
-                self.tiers[one.tier].read(one.ids, stamps, out=out, pool=pool) for one in parts
+                self.tiers[part.tier].read(part.ids, stamps, out=out, pool=pool) for part in parts
             ]
             return join_reads(parts, reads)
         out = self.buffers(len(ids)) if out is None else out
@@ -165,7 +165,7 @@ def join_reads(parts: Sequence[TierPart], reads: Sequence[RowRead]) -> RowRead:
     """Return what was read of each part as one, in the batch's order, on the first's device."""
     if len(parts) == 1:
         return reads[0]
-    order, sizes = torch.cat([part.positions for part in parts]), [len(one.ids) for one in parts]
+    order, sizes = torch.cat([part.positions for part in parts]), [len(part.ids) for part in parts]
 
     def join(values: Sequence[Tensor]) -> Tensor:
         whole = values[0].new_empty(len(order), *values[0].shape[1:])

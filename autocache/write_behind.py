@@ -77,9 +77,9 @@ class WriteBehind(StoreProxy):
         found = self._within.find(ids, stamps)
         if self._within.is_condemned():
             return found
-        for one in waiting:
-            depth = 1 + stamps.index(one.stamp) if one.stamp in stamps else 0
-            found = found.masked_fill(torch.isin(ids, one.ids), depth)
+        for writing in waiting:
+            depth = 1 + stamps.index(writing.stamp) if writing.stamp in stamps else 0
+            found = found.masked_fill(torch.isin(ids, writing.ids), depth)
         return found
 
     def read(
@@ -100,8 +100,8 @@ class WriteBehind(StoreProxy):
         if self._within.is_condemned():
             return
         waiting = self._still_waiting()
-        for one in waiting[: 1 - _MOST_WAITING]:
-            one.work.result()
+        for writing in waiting[: 1 - _MOST_WAITING]:
+            writing.work.result()
         own, copied = self._copied(rows)
 
         def write() -> None:
@@ -113,8 +113,8 @@ class WriteBehind(StoreProxy):
         self._waiting = (*waiting, _Writing(ids_with_row, stamp, self._thread.submit(write)))
 
     def settle(self) -> None:
-        for one in self._waiting:
-            one.work.exception()  # Waits, and leaves raising to the line below.
+        for writing in self._waiting:
+            writing.work.exception()  # Waits, and leaves raising to the line below.
         self._still_waiting()
 
     def close(self) -> None:
@@ -127,14 +127,14 @@ class WriteBehind(StoreProxy):
 
     def _wait_for(self, ids: Tensor) -> None:
         """Wait until none of these rows is still to be written."""
-        for one in self._waiting:
-            if torch.isin(one.ids, ids).any():
-                one.work.result()
+        for writing in self._waiting:
+            if torch.isin(writing.ids, ids).any():
+                writing.work.result()
 
     def _still_waiting(self) -> tuple[_Writing, ...]:
         """Forget the writes that are over; raise if one has failed."""
-        ended = [one.work for one in self._waiting if one.work.done()]
-        self._waiting = tuple(one for one in self._waiting if one.work not in ended)
+        ended = [writing.work for writing in self._waiting if writing.work.done()]
+        self._waiting = tuple(writing for writing in self._waiting if writing.work not in ended)
         for work in ended:
             work.result()
         return self._waiting

@@ -120,7 +120,7 @@ class Checkpoint:
 
     def _files_of(self, name: str) -> list[tuple[Path, ShardRecord]]:
         records = [self.records[name]] if name in self.records else []
-        groups = [one for group, one in self.frozen.items() if _shard_of(group) == name]
+        groups = [record for group, record in self.frozen.items() if _shard_of(group) == name]
         if not records and not groups:
             raise KeyError(name)
         return self._located(records, groups)
@@ -147,8 +147,8 @@ class Checkpoint:
     ) -> list[tuple[Path, ShardRecord]]:
         store = self.folder.parent.parent / FROZEN
         return [
-            *((self.folder / one.file, one) for one in records),
-            *((store / one.file, one) for one in frozen),
+            *((self.folder / record.file, record) for record in records),
+            *((store / record.file, record) for record in frozen),
         ]
 
 
@@ -322,7 +322,7 @@ def _unpublished(newest: Path) -> list[Path]:
         if _order(folder) > _order(newest):
             with suppress(CorruptCheckpointError, ValueError):
                 after = _read_sealed(folder / _MANIFEST).get("after")
-                if after in {one.name for one in (newest, *following)}:
+                if after in {folder.name for folder in (newest, *following)}:
                     following.insert(0, folder)
     return following
 

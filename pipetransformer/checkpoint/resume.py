@@ -194,7 +194,7 @@ def open_latest(directory: Path, *, group: dist.ProcessGroup | None) -> Checkpoi
         return checkpoint
 
     # The others take rank 0's list: on a shared disk they might still see an older one.
-    names = told_by_rank_0(lambda: [one.name for one in published(directory)], group=group)
+    names = told_by_rank_0(lambda: [folder.name for folder in published(directory)], group=group)
     for name in names:
         try:
             return agree(partial(verified, directory / name), group=group)

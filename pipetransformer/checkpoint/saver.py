@@ -339,7 +339,7 @@ class Saver:
         if not self._world.is_main:
             return folder, 0
         causes = [f"rank {r}: {one['failure']}" for r, one in enumerate(answers) if one["failure"]]
-        scalars = {**state["scalars"], "ranks": [one["own"] for one in answers]}
+        scalars = {**state["scalars"], "ranks": [answer["own"] for answer in answers]}
         if not causes:
             records, frozen = _records_of(answers, "records"), _records_of(answers, "frozen")
             try:
@@ -351,7 +351,7 @@ class Saver:
             _warn(step, causes)
             return folder, 0
         self._store.prune()
-        return folder, sum(one["num_bytes"] for one in answers)
+        return folder, sum(answer["num_bytes"] for answer in answers)
 
     def _write_own(self, folder: Path, copies: _Copies) -> dict[str, Any]:
         """Write this rank's files; return what rank 0 publishes of them."""
@@ -379,8 +379,8 @@ def _split_lent(groups: Shards) -> tuple[Shards, Shards]:
 
     def can_be_lent(name: str, group: Mapping[str, Tensor]) -> bool:
         # safetensors writes nothing that has gaps, or shares memory.
-        memories = {one.untyped_storage().data_ptr() for one in group.values()}
-        is_plain = all(one.is_cpu and one.is_contiguous() for one in group.values())
+        memories = {tensor.untyped_storage().data_ptr() for tensor in group.values()}
+        is_plain = all(tensor.is_cpu and tensor.is_contiguous() for tensor in group.values())
         return name.rpartition("/")[2] == UNTRAINED and is_plain and len(memories) == len(group)
 
     lent = {name: group for name, group in groups.items() if can_be_lent(name, group)}
@@ -389,7 +389,7 @@ def _split_lent(groups: Shards) -> tuple[Shards, Shards]:
 
 def _records_of(answers: list[dict[str, Any]], kind: str) -> dict[str, ShardRecord]:
     """Return all ranks' records of a kind."""
-    return {name: ShardRecord(**one) for rank in answers for name, one in rank[kind].items()}
+    return {name: ShardRecord(**record) for rank in answers for name, record in rank[kind].items()}
 
 
 def _warn(step: int, causes: list[str]) -> None:

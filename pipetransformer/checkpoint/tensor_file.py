@@ -32,7 +32,7 @@ def describe(path: Path) -> dict[str, Tensor]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is not what was written: {error}") from error
-    return {name: torch.empty_like(one, device="meta") for name, one in tensors.items()}
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
 def fill(path: Path, tensors: Mapping[str, Tensor]) -> str:

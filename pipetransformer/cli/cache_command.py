@@ -20,8 +20,8 @@ def add_cache_parser(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True)
     listing = commands.add_parser("ls", help="say what is kept, the last used first")
     removing = commands.add_parser("rm", help="remove sets of rows that no process uses")
-    for one in (listing, removing):
-        one.add_argument("folder", type=Path, help="the cache_folder= of the runs")
+    for command in (listing, removing):
+        command.add_argument("folder", type=Path, help="the cache_folder= of the runs")
     which = removing.add_mutually_exclusive_group(required=True)
     add = which.add_argument
     add("names", nargs="*", default=[], help="sets, by the beginning of their names")
@@ -38,35 +38,35 @@ def _sets_in(folder: Path) -> RowSets:
 
 def _list(options: argparse.Namespace, say: Callable[[str], object]) -> None:
     facts = _sets_in(options.folder).facts()
-    for one in facts:
-        known = [name for name in ("layers", "samples") if name in one.about]
-        about = [one.about.get("model", ""), *(f"{one.about[name]} {name}" for name in known)]
-        used = "in use" if one.is_used else f"used {_ago(time.time() - one.last_used)} ago"
+    for rows in facts:
+        known = [name for name in ("layers", "samples") if name in rows.about]
+        about = [rows.about.get("model", ""), *(f"{rows.about[name]} {name}" for name in known)]
+        used = "in use" if rows.is_used else f"used {_ago(time.time() - rows.last_used)} ago"
         say(
-            f"{one.name[:_SHORT]}  {one.num_bytes / 1e6:10.1f} MB  "
-            f"{one.num_whole} of {one.num_rows} rows  {used}  {', '.join(about)}"
+            f"{rows.name[:_SHORT]}  {rows.num_bytes / 1e6:10.1f} MB  "
+            f"{rows.num_whole} of {rows.num_rows} rows  {used}  {', '.join(about)}"
         )
-    say(f"{len(facts)} sets, {sum(one.num_bytes for one in facts) / 1e6:.1f} MB")
+    say(f"{len(facts)} sets, {sum(rows.num_bytes for rows in facts) / 1e6:.1f} MB")
 
 
 def _remove(options: argparse.Namespace, say: Callable[[str], object]) -> bool:
     sets = _sets_in(options.folder)
     before = sets.facts()
-    for one in before if options.all else _named(before, options.names):
-        if not sets.remove(one.name):
-            say(f"{one.name[:_SHORT]} is in use, and stays")
-    left = {one.name for one in sets.facts()}
-    gone = [one for one in before if one.name not in left]
-    say(f"removed {len(gone)} sets, {sum(one.num_bytes for one in gone) / 1e6:.1f} MB")
+    for rows in before if options.all else _named(before, options.names):
+        if not sets.remove(rows.name):
+            say(f"{rows.name[:_SHORT]} is in use, and stays")
+    left = {rows.name for rows in sets.facts()}
+    gone = [rows for rows in before if rows.name not in left]
+    say(f"removed {len(gone)} sets, {sum(rows.num_bytes for rows in gone) / 1e6:.1f} MB")
     return True
 
 
 def _named(facts: list[SetFacts], names: list[str]) -> list[SetFacts]:
     for name in names:
-        matching = [one for one in facts if one.name.startswith(name)]
+        matching = [rows for rows in facts if rows.name.startswith(name)]
         if len(matching) != 1:
             raise ValueError(f"{len(matching)} sets have names that begin with {name!r}; see `ls`")
-    return [one for one in facts if one.name.startswith(tuple(names))]
+    return [rows for rows in facts if rows.name.startswith(tuple(names))]
 
 
 def _ago(seconds: float) -> str:

@@ -39,7 +39,7 @@ def run_verify(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     batch = dict(built.batch)
     num_samples = min(len(entry) for entry in batch.values())
     samples = [{name: entry[i] for name, entry in batch.items()} for i in range(num_samples)]
-    say("\n".join([choice.name, *(f"  assumed: {one}" for one in built.assumed)]))
+    say("\n".join([choice.name, *(f"  assumed: {sentence}" for sentence in built.assumed)]))
     try:
         model = adapt(built.model, lambda names: batch)
     except TypeError as error:

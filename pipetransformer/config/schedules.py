@@ -76,7 +76,7 @@ def named_schedule(
     # It takes seconds, which runs without such a name do without.
     from transformers import SchedulerType, get_scheduler
 
-    names = [str(one.value) for one in SchedulerType if one.value not in _OF_A_METRIC]
+    names = [str(kind.value) for kind in SchedulerType if kind.value not in _OF_A_METRIC]
     if name not in names:
         why = ", which follows a metric, but here the rate is a function of the step alone"
         raise ValueError(

@@ -50,7 +50,7 @@ _PLANNER = rules.Rule(
 _SIGNALS = rules.Rule(
     lambda value: (
         (rules.is_list(value) or isinstance(value, (set, frozenset)))
-        and all(isinstance(one, str) and one in MEASURED_SIGNALS for one in value)
+        and all(isinstance(name, str) and name in MEASURED_SIGNALS for name in value)
     ),
     f"a list of {', '.join(sorted(MEASURED_SIGNALS))}",
 )

@@ -172,7 +172,7 @@ def entry_of(item: Mapping[str, Any], name: str) -> Any:
 def _meant(missing: list[str], others: set[str]) -> str:
     """Say which of a sample's other entries may be the first that is missing, or ""."""
     name = missing[0]
-    targets = [one for one in _TARGETS if one in others and name in _LABELS]
+    targets = [target for target in _TARGETS if target in others and name in _LABELS]
     meant = did_you_mean(targets[:1] or [name], sorted(others))
     return f"{meant} rename it to {name!r}" if meant else ""
 

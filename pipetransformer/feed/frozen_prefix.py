@@ -164,11 +164,11 @@ class FrozenPrefix:
     def _versions(self) -> list[int]:
         tensors = self._tensors()
         if self._has_opaque:
-            return [number for one in tensors for mark in marks_of(one) for number in mark]
+            return [number for tensor in tensors for mark in marks_of(tensor) for number in mark]
         return [*map(Tensor.data_ptr, tensors), *map(_VERSION, tensors)]
 
     def _values(self) -> int:
-        return fingerprint(plain for one in self._tensors() for plain in plain_tensors(one))
+        return fingerprint(plain for tensor in self._tensors() for plain in plain_tensors(tensor))
 
     def _tensors(self) -> list[Tensor]:
         # Read from the modules' tables at each fetch: nn.Module.__getattr__ is slow.
@@ -194,7 +194,7 @@ class FrozenPrefix:
                 # Within a run the sum by which edits are noticed tells prefixes apart, too. It is
                 # taken where the weights are: to hash a GPU's takes a second for each gigabyte.
                 tensors_text = (
-                    f"{[name for name, _ in named]} {fingerprint(one for _, one in named)}"
+                    f"{[name for name, _ in named]} {fingerprint(tensor for _, tensor in named)}"
                 )
                 how, named = f"{how} {tensors_text}", []
             self.stamps.append(chain_hash(below, named, mode=how))

@@ -212,15 +212,15 @@ def _share(
             undone.callback(store.close)
         gathered = gather_json(offer and asdict(offer), group=group)
         undone.pop_all()
-    offers = [_Offer(**one) for one in gathered if one is not None]  # One of each node.
-    if not leads and all(one.path for one in offers):
+    offers = [_Offer(**offer) for offer in gathered if offer is not None]  # One of each node.
+    if not leads and all(offer.path for offer in offers):
         path = offers[world.rank // world.slots_per_node].path
         try:
             store = RowStore.open(path, request.layout, num_rows)
         except (OSError, ValueError) as error:
             failure = str(error)
     failures = [text for text in gather_json(failure, group=group) if text]
-    failures += [one.cause for one in offers if not one.path]
+    failures += [offer.cause for offer in offers if not offer.path]
     if store is not None:
         # All ranks have opened the file, or given up: it needs no name any more.
         store.unlink()
@@ -232,8 +232,8 @@ def _share(
 
 def _summary(offers: Sequence[_Offer], failures: Sequence[str]) -> _Offer:
     """Return what is to be said of all nodes: of the first where rows are not where wished."""
-    first = next((one for one in offers if one.cause), offers[0])
-    num_fitting = min(one.num_fitting for one in offers)
+    first = next((offer for offer in offers if offer.cause), offers[0])
+    num_fitting = min(offer.num_fitting for offer in offers)
     return replace(first, cause=[*failures, first.cause][0], num_fitting=num_fitting)
 
 

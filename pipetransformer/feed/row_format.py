@@ -175,7 +175,7 @@ class RowFormat:
         if mask is not None:
             chosen = [index for part in parts for index in self._extremes(mask, part)]
         singly = [self._samples.probe([index]) for index in chosen]
-        names = [n for n in singly[0] if len({one[n].shape for one in singly}) > 1]
+        names = [n for n in singly[0] if len({sample[n].shape for sample in singly}) > 1]
         if not names:
             return
         if mask is None:
@@ -185,14 +185,14 @@ class RowFormat:
             )
             return
         padding: dict[str, float] = {}
-        masks = [one.get(mask, Tensor()).shape for one in singly]
-        odd = [n for n in names if [one[n].shape[:2] for one in singly] != masks]
+        masks = [sample.get(mask, Tensor()).shape for sample in singly]
+        odd = [n for n in names if [sample[n].shape[:2] for sample in singly] != masks]
         for place in range(0, len(chosen), 2):
             # The shortest beside the longest is certainly padded.
-            one, other = singly[place : place + 2]
+            shorter, other = singly[place : place + 2]
             together = self._samples.read(chosen[place : place + 2], view=0)
-            for name in [n for n in names if one[n].shape != other[n].shape]:
-                value = _padding_of(together[name], one[name], other[name])
+            for name in [n for n in names if shorter[n].shape != other[n].shape]:
+                value = _padding_of(together[name], shorter[name], other[name])
                 if value is None or padding.setdefault(name, value) != value:
                     odd.append(name)
         if odd or padding.get(mask, 0) != 0:

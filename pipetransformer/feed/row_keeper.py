@@ -214,7 +214,7 @@ class RowKeeper:
     @property
     def bytes_on_device(self) -> int:
         """Return what rows take on this process's GPU."""
-        return sum(device_bytes(one.layout, one.num_slots) for one in self._device_stores())
+        return sum(device_bytes(store.layout, store.num_slots) for store in self._device_stores())
 
     @property
     def uses_store(self) -> bool:
@@ -265,7 +265,7 @@ class RowKeeper:
         """
         layout, readers = self.format.agree_on_layout(), self._agree_on_readers()
         if self.store is not None and self.store.layout == layout:
-            holds_all = all(one.num_slots == one.num_rows for one in self._device_stores())
+            holds_all = all(store.num_slots == store.num_rows for store in self._device_stores())
             if readers >= self._num_readers or holds_all:
                 return
         self.drop()
@@ -292,7 +292,7 @@ class RowKeeper:
 
     def _device_stores(self) -> list[DeviceStore]:
         tiers = () if self.store is None else _tiers(self.store)
-        return [one for one in tiers if isinstance(one, DeviceStore)]
+        return [tier for tier in tiers if isinstance(tier, DeviceStore)]
 
     def _agree_on_readers(self) -> int:
         """Return how many processes read rows; 0 where each may read any row. Collective."""
@@ -360,7 +360,7 @@ def _account(store: ActivationStore, num_samples: int) -> str:
     """Return how many samples have rows, in how many bytes, and how many are in which place."""
     tiers = _tiers(store)
     # Rows of unequal lengths take their bytes as they are written.
-    sizes = [max(one.num_bytes, one.num_rows * one.layout.expected_bytes) for one in tiers]
+    sizes = [max(tier.num_bytes, tier.num_rows * tier.layout.expected_bytes) for tier in tiers]
     account = str(RowBudget(store.num_rows, num_samples, sum(sizes)))
     if not isinstance(store, TieredStore):
         return account

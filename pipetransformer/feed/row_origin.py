@@ -121,7 +121,7 @@ def settings_of(model: LayeredModel) -> list[str]:
             digests[layers[path]].update(_code_of(module).encode())
     config: Any = getattr(model.model, "config", None)
     if isinstance(getattr(config, "to_dict", None), MethodType):
-        own = {name: one for name, one in config.to_dict().items() if name not in _HEADS_OWN}
+        own = {name: part for name, part in config.to_dict().items() if name not in _HEADS_OWN}
         attention = getattr(config, "_attn_implementation", None)
         digests[0].update(repr((sorted(own.items()), attention)).encode())
     return [digest.hexdigest() for digest in digests]
@@ -181,7 +181,7 @@ def _spell(value: Any, *, most: int = _MOST_LEVELS) -> str:
     held = _attributes_of(value)
     if not held and not hasattr(value, "__dict__"):
         return f"{type(value).__qualname__} {[*map(within, _parts_of_state(value))]}"
-    own = sorted((name, within(one)) for name, one in held.items() if _is_setting(name, one))
+    own = sorted((name, within(part)) for name, part in held.items() if _is_setting(name, part))
     return f"{_code_of(value, most=most - 1)} {own} {content}"
 
 
@@ -192,7 +192,7 @@ def _spell_content(value: Any, within: Callable[[Any], str]) -> str:
     if isinstance(value, (set, frozenset)):
         return f"{{{sorted(map(within, value))}}}"
     if isinstance(value, dict):
-        return f"{sorted((within(key), within(one)) for key, one in value.items())}"
+        return f"{sorted((within(key), within(part)) for key, part in value.items())}"
     return ""
 
 
@@ -202,7 +202,7 @@ def _parts_of_state(value: Any) -> list[Any]:
         parts = value.__reduce_ex__(4)
     except Exception:  # Whatever it raises says no more than that.
         return []
-    return [[*one] if isinstance(one, Iterator) else one for one in parts]
+    return [[*part] if isinstance(part, Iterator) else part for part in parts]
 
 
 def _spell_array(value: Tensor | np.ndarray) -> str:
@@ -233,7 +233,7 @@ def _parts_of_code(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, FunctionType):
-        cells = [one.cell_contents for one in value.__closure__ or () if one != CellType()]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         defaults = [value.__defaults__, value.__kwdefaults__]
         return [value.__code__, cells, defaults, _globals_of(value)]
     if isinstance(value, CodeType):
@@ -245,7 +245,7 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     if type(value) is dict:
-        return all(_is_plain(one) for pair in value.items() for one in pair)
+        return all(_is_plain(part) for pair in value.items() for part in pair)
     return isinstance(value, _PLAIN)
 
 
@@ -266,12 +266,12 @@ def _code_of_class(kind: Any, most: int) -> str:
 
     As they are now: a library may have exchanged some since its source was read.
     """
-    own = [(name, _function_of(one)) for name, one in sorted(vars(kind).items())]
+    own = [(name, _function_of(value)) for name, value in sorted(vars(kind).items())]
     spelled = [
-        (name, _spell(one, most=most))
-        for name, one in own
-        if isinstance(one, FunctionType)
-        or (name[:2] != "__" and (_is_plain(one) or hasattr(one, "__wrapped__")))
+        (name, _spell(value, most=most))
+        for name, value in own
+        if isinstance(value, FunctionType)
+        or (name[:2] != "__" and (_is_plain(value) or hasattr(value, "__wrapped__")))
     ]
     version = _version_of(kind.__module__.partition(".")[0])
     return f"{kind.__module__}.{kind.__qualname__} {version} {_hashed(repr(spelled).encode())}"
@@ -291,17 +291,17 @@ def _globals_of(function: FunctionType) -> list[tuple[str, Any]]:
     found = [(name, known[name]) for name in names if name in known]
     # A list is left out: forwards note in it what they were given, and it grows.
     return [
-        (name, one)
-        for name, one in found
-        if isinstance(one, FunctionType) or (_is_plain(one) and not isinstance(one, list))
+        (name, value)
+        for name, value in found
+        if isinstance(value, FunctionType) or (_is_plain(value) and not isinstance(value, list))
     ]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names_in(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 @cache

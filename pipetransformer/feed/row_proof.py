@@ -67,7 +67,7 @@ class RowProof:
         return True
 
     def _holds_at(self, depth: int, store: KeptStore, ids: Tensor, rows: Tensor) -> bool:
-        kept, fresh = (self._fetch(one, depth, ids, rows) for one in (store, None))
+        kept, fresh = (self._fetch(source, depth, ids, rows) for source in (store, None))
         mine, theirs = fresh[HIDDEN], kept[HIDDEN]
         mask = self.content.padding_mask
         if mask is not None and by_position(mine, fresh[mask].shape[1]):
@@ -109,7 +109,7 @@ def are_alike(mine: Tensor, theirs: Tensor, *, rounded_to: torch.dtype | None) -
         return torch.equal(mine, theirs)
     if not torch.equal(mine.isfinite(), theirs.isfinite()):
         return False
-    mine, theirs = (one.double().nan_to_num(0.0, 0.0, 0.0) for one in (mine, theirs))
+    mine, theirs = (values.double().nan_to_num(0.0, 0.0, 0.0) for values in (mine, theirs))
     sizes = mine.abs()
     if rounded_to is not None and not rounded_to.is_floating_point:
         # One step of the scale, which is that of the token's largest number.

@@ -52,8 +52,8 @@ class TargetSource:
     def knows(self) -> bool:
         """Return whether there is such a place; some samples are read to compare."""
         ids = torch.tensor(self._samples.spread(_MOST_COMPARED))
-        for one in ids.split(1):  # Together they may have unequal shapes.
-            self.compare(one, self._samples.probe(one.tolist()))
+        for index in ids.split(1):  # Together they may have unequal shapes.
+            self.compare(index, self._samples.probe(index.tolist()))
         return bool(self._held(ids))
 
     def changed(self, ids: Tensor, kept: Mapping[str, Tensor]) -> Tensor:

@@ -88,20 +88,20 @@ class CallbackBridge(Callback):
         self.handler.on_init_end(args, self.state, self.control)
 
     def add(self, callback: Any) -> None:
-        one = callback() if isinstance(callback, type) else callback
-        if not isinstance(one, TrainerCallback):
+        instance = callback() if isinstance(callback, type) else callback
+        if not isinstance(instance, TrainerCallback):
             raise ValueError(
-                f"{one!r} is no transformers.TrainerCallback; give one, or train with "
+                f"{instance!r} is no transformers.TrainerCallback; give one, or train with "
                 "pipetransformer.Trainer, which has callbacks of its own"
             )
-        kind = type(one)
+        kind = type(instance)
         unheard = [n for n in _UNHEARD if getattr(kind, n) is not getattr(TrainerCallback, n)]
         if unheard:
             raise ValueError(
                 f"{kind.__name__} overrides {', '.join(unheard)}, of which nobody hears here; "
                 "leave the callback out"
             )
-        self.handler.add_callback(one)
+        self.handler.add_callback(instance)
 
     def refuse_stateful(self) -> None:
         """Raise a ValueError for callbacks whose state a resumed run would lack."""

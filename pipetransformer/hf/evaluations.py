@@ -348,6 +348,6 @@ class _Missing:
 def loss_without_targets(loss: Loss, output: Tensor, target: Any) -> LossValue:
     """Return a loss's value; some number where targets have shape (N, 0)."""
     targets = target.values() if isinstance(target, Mapping) else (target,)
-    if all(one.shape[1:].numel() for one in targets):
+    if all(target.shape[1:].numel() for target in targets):
         return loss(output, target)
     return output.float().square().mean()

@@ -266,7 +266,7 @@ class HFTrainer(Evaluations):
         """
         if self._trainer is None:
             known = (self.train_dataset, self.eval_dataset, stand_in)
-            usable = (one for one in known if not isinstance(one, Mapping | None))
+            usable = (dataset for dataset in known if not isinstance(dataset, Mapping | None))
             dataset = next(usable, None)
             if dataset is None:
                 raise ValueError("there is no data set to begin with; give a train_dataset")
@@ -437,7 +437,7 @@ class HFTrainer(Evaluations):
         saved = output / CHECKPOINTS
         newest = [folder.resolve() for folder in published(saved)[:1]] if saved.exists() else []
         # Names that transformers would give them, whether such folders were written or not.
-        named = [output / f"checkpoint-{int(one.name.split('-')[1])}" for one in newest]
+        named = [output / f"checkpoint-{int(folder.name.split('-')[1])}" for folder in newest]
         usable = (output, saved, *newest, *named, *pretrained(output)[-1:] * len(newest))
         if Path(given).resolve() not in usable:
             raise ValueError(

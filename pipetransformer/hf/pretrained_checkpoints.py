@@ -55,7 +55,7 @@ def write_pretrained(
         return
     folders = pretrained(output_dir)
     # Folders of later steps are of a run that has since gone back to an earlier checkpoint.
-    until = [one for one in folders if (step_of(one) or 0) <= saved.step]
+    until = [folder for folder in folders if (step_of(folder) or 0) <= saved.step]
     for old in folders:
         if old not in until[-keep:]:
             shutil.rmtree(old, ignore_errors=True)
@@ -63,8 +63,8 @@ def write_pretrained(
 
 def pretrained(output_dir: Path) -> list[Path]:
     """List the folders written here, the oldest step first."""
-    folders = [one for one in output_dir.glob("checkpoint-*") if _is_own(one)]
-    return sorted(folders, key=lambda one: step_of(one) or 0)
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if _is_own(folder)]
+    return sorted(folders, key=lambda folder: step_of(folder) or 0)
 
 
 def clear_pretrained(output_dir: Path) -> None:

@@ -91,7 +91,7 @@ class ScriptLoss:
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         parts = value if isinstance(value, tuple) else (value,)
-        pending = [one.grad_fn for one in parts if isinstance(one, Tensor)]
+        pending = [part.grad_fn for part in parts if isinstance(part, Tensor)]
         seen = {None, below}
         while pending:
             node: Any = pending.pop()
@@ -104,7 +104,7 @@ class ScriptLoss:
                     "stage holds its own layers only; leave it out: weights are decayed by the "
                     "optimizer"
                 )
-            pending += [one for one, _ in node.next_functions]
+            pending += [below for below, _ in node.next_functions]
 
 
 def answers_questions(model: Any) -> bool:

@@ -66,9 +66,9 @@ class Callback:
 
 def check_callbacks(callbacks: Any) -> None:
     """Raise a TypeError for an element that is no Callback; the config checks the list itself."""
-    for index, one in enumerate(callbacks if isinstance(callbacks, (list, tuple)) else ()):
-        if not isinstance(one, Callback):
-            raise TypeError(f"callbacks[{index}] is {one!r}; give instances of Callback")
+    for index, callback in enumerate(callbacks if isinstance(callbacks, (list, tuple)) else ()):
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks[{index}] is {callback!r}; give instances of Callback")
 
 
 @final
@@ -91,7 +91,7 @@ class Events:
         self._failure: tuple[str, Exception] | None = None
         self.wants_stop = False  # Of this rank alone.
         # An event is collective: a rank without callbacks would leave the others waiting.
-        names = gather_json([type(one).__name__ for one in callbacks], group=world.group)
+        names = gather_json([type(callback).__name__ for callback in callbacks], group=world.group)
         if any(own != names[0] for own in names):
             raise ValueError(
                 f"callbacks are {names}, rank by rank; give all ranks the same, and let one do "

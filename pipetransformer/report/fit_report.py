@@ -56,7 +56,7 @@ class FitReport:
         """Return a small table of results and costs; below it the transitions."""
         values = [["training loss", _number(self.training_loss)]]
         after = "" if self.evaluated_at is None else f", evaluated after step {self.evaluated_at}"
-        values += [[name, f"{_number(one)}{after}"] for name, one in self.metrics.items()]
+        values += [[name, f"{_number(value)}{after}"] for name, value in self.metrics.items()]
         if self.best_metric is not None:
             best = f"{_number(self.best_metric)}, after step {self.best_step}"
             values.append(["best metric", best])
@@ -65,7 +65,7 @@ class FitReport:
             cache = f"{self.cache_hits} samples read, {self.cache_misses} computed"
             values.append(["frozen layers' outputs", cache])
         values.append(["frozen layers", str(self.frozen)])
-        shapes = [(one["length"], one["replicas"]) for one in self.transitions]
+        shapes = [(change["length"], change["replicas"]) for change in self.transitions]
         is_pipeline = any(shape != (1, 1) for shape in [(self.length, self.replicas), *shapes])
         if is_pipeline:
             values.append(["K x R", f"{self.length} x {self.replicas}"])
@@ -74,10 +74,12 @@ class FitReport:
             return text
         pipelines = ["K x R", "M"] if is_pipeline else []
         rows = [["transition", "frozen layers", *pipelines, "seconds"]]
-        for one in self.transitions:
-            shape = [f"{one['length']} x {one['replicas']}", str(one["micro_batches"])]
-            frozen, seconds = str(one["frozen"]), _number(one["seconds"])
-            rows.append([f"step {one['step']}", frozen, *(shape if is_pipeline else ()), seconds])
+        for change in self.transitions:
+            shape = [f"{change['length']} x {change['replicas']}", str(change["micro_batches"])]
+            frozen, seconds = str(change["frozen"]), _number(change["seconds"])
+            rows.append(
+                [f"step {change['step']}", frozen, *(shape if is_pipeline else ()), seconds]
+            )
         return f"{text}\n\n{text_table(rows)}"
 
     def state_dict(self) -> dict[str, Any]:

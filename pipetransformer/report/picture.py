@@ -45,10 +45,10 @@ def phases_of(records: Sequence[Record]) -> list[Phase]:
     """Return a run's phases; older records lack what they hold, and give none."""
     names = ("frozen", "length", "replicas", "boundaries")
     return [
-        Phase(one["elapsed_s"], one["frozen"], one["length"], one["replicas"],
-              tuple(one["boundaries"]))
-        for one in of_kind(list(records), "transition")
-        if all(name in one for name in names)
+        Phase(record["elapsed_s"], record["frozen"], record["length"], record["replicas"],
+              tuple(record["boundaries"]))
+        for record in of_kind(list(records), "transition")
+        if all(name in record for name in names)
     ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ svg:hover rect, svg:hover text {{ animation-play-state: paused; }}
 
 def _begins(seconds: Sequence[float]) -> list[float]:
     """Return where each phase begins, in per cent of the loop."""
-    shares = [max(_LEAST_SHARE, one / max(sum(seconds), 1e-9)) for one in seconds]
+    shares = [max(_LEAST_SHARE, phase_s / max(sum(seconds), 1e-9)) for phase_s in seconds]
     return [100 * at / sum(shares) for at in accumulate(shares[:-1], initial=0.0)]
 
 

@@ -319,7 +319,7 @@ def read_decisions(folder: Path) -> list[RecordedDecision]:
     """
     path = folder / RECORDS_FILE
     records = latest_branch(read_records(path))
-    by_step = {one["step"]: one for one in records if one["kind"] == "decision"}
+    by_step = {record["step"]: record for record in records if record["kind"] == "decision"}
     if 0 not in by_step:
         raise ValueError(
             f"{path} holds no decision of step 0; a run of this version records all of them"

@@ -73,8 +73,8 @@ class RunSums:
         """Return the fields of an epoch's record, with times as means over ranks. Collective."""
         gathered = gather_json(dict(self._spent), group=self._world.group)
         breakdown = {
-            key: sum(one.get(key, 0.0) for one in gathered) / len(gathered)
-            for key in sorted({key for one in gathered for key in one})
+            key: sum(spent.get(key, 0.0) for spent in gathered) / len(gathered)
+            for key in sorted({key for spent in gathered for key in spent})
         }
         seconds = sum(breakdown.values())
         return {

@@ -136,7 +136,7 @@ class SavedTime:
 
     def _unfrozen(self) -> _Seconds | None:
         pace = self._paces.get((0, False), _Pace())
-        return pace.of(sum(one.amount for one in self._paces.values()))
+        return pace.of(sum(pace.amount for pace in self._paces.values()))
 
     def _computed(self, took_s: float) -> _Seconds | None:
         """Predict the training without rows; a depth without steps that tell counts as it was."""

@@ -95,9 +95,9 @@ def score(decisions: Sequence[RecordedDecision], policy: FreezePolicy) -> Score:
 
 def recorded_score(decisions: Sequence[RecordedDecision]) -> Score:
     """Return the score of the run's own decisions, by the same predicted times."""
-    frozen = {one.context.step: one.num_frozen for one in decisions}
-    reasons = {one.context.step: one.reason for one in decisions}
-    rests = any(one.context.resting for one in decisions)
+    frozen = {decision.context.step: decision.num_frozen for decision in decisions}
+    reasons = {decision.context.step: decision.reason for decision in decisions}
+    rests = any(decision.context.resting for decision in decisions)
     return _scored("the run", decisions, frozen, reasons, unseen=0, rests=rests)
 
 

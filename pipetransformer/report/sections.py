@@ -106,13 +106,13 @@ def _pipelines(records: list[Record]) -> Section:
     title = "Frozen layers and pipelines" if has_pipeline else "Frozen layers"
     pipelines = {"length": "K", "replicas": "R", "micro_batches": "micro-batches"}
     shown = {"step": "step", "frozen": "frozen layers", **(pipelines if has_pipeline else {})}
-    measured = {one.get("changed_step"): one for one in of_kind(records, "outcome")}
+    measured = {record.get("changed_step"): record for record in of_kind(records, "outcome")}
     rows = [
         (
-            *(_text(one.get(name)) for name in (*shown, "seconds", "predicted_step_s")),
-            _text(measured.get(one["step"], {}).get("measured_step_s")),
+            *(_text(record.get(name)) for name in (*shown, "seconds", "predicted_step_s")),
+            _text(measured.get(record["step"], {}).get("measured_step_s")),
         )
-        for one in of_kind(records, "transition")
+        for record in of_kind(records, "transition")
     ]
     times = ("transition, s", "a step predicted, s", "a step measured, s")
     header = (*shown.values(), *times)
@@ -134,7 +134,7 @@ def _pipelines(records: list[Record]) -> Section:
 def is_pipeline(records: list[Record]) -> bool:
     """Return whether a run had several stages or replicas at any time."""
     shapes = [*of_kind(records, "step"), *of_kind(records, "transition")]
-    return any((one.get("length", 1), one.get("replicas", 1)) != (1, 1) for one in shapes)
+    return any((record.get("length", 1), record.get("replicas", 1)) != (1, 1) for record in shapes)
 
 
 def _changes(steps: list[Record], field: str) -> list[Record]:
@@ -161,7 +161,7 @@ def _time(records: list[Record]) -> Section:
     ]
     rate = _line(epochs, "samples_per_s", "samples per second", x="epoch")
     beside = {
-        kind: sum(one.get("seconds") or 0.0 for one in of_kind(records, kind))
+        kind: sum(record.get("seconds") or 0.0 for record in of_kind(records, kind))
         for kind in ("evaluation", "checkpoint")
     }
     notes = [f"{name}, beside that: {seconds:.3f} s." for name, seconds in beside.items()]
@@ -205,14 +205,14 @@ def _decisions(records: list[Record]) -> Section:
         return Section(title, ("No decision is recorded.",))
     rows = [
         (
-            *(_text(one.get(name)) for name in ("step", "epoch", "frozen_before", "frozen")),
-            ", ".join(map(str, one.get("resting_before", ()))),
-            *(_text(one.get(name)) for name in ("loss", "reason")),
+            *(_text(record.get(name)) for name in ("step", "epoch", "frozen_before", "frozen")),
+            ", ".join(map(str, record.get("resting_before", ()))),
+            *(_text(record.get(name)) for name in ("loss", "reason")),
         )
-        for one in decisions
+        for record in decisions
     ]
     header = ("step", "epochs done", "frozen before", "frozen", "rested", "loss", "reason")
-    looks_s = [seconds for one in decisions if (seconds := one.get("look_seconds"))]
+    looks_s = [seconds for record in decisions if (seconds := record.get("look_seconds"))]
     note = f"{len(looks_s)} looks at the probe batch took {sum(looks_s):.3g} s."
     return Section(title, (note,) if looks_s else (), table=(header, *rows))
 
@@ -238,7 +238,7 @@ def _by_layer(title: str, seen: Mapping[int, Sequence[Any]]) -> Figure:
     records = [{"step": step, **dict(enumerate(values))} for step, values in seen.items()]
     num_layers = max(map(len, seen.values()))
     lines = [
-        _line([{layer: None, **one} for one in records], layer, f"layer {layer}")
+        _line([{layer: None, **record} for record in records], layer, f"layer {layer}")
         for layer in range(num_layers)
     ]
     return _figure(title, *lines)
