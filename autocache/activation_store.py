@@ -109,8 +109,7 @@ class ActivationStore(ABC):
         much as the copy. What these hold for rows that are not found stays there.
 
         Args:
-            pool: copies rows, torch's threads never; None for the caller alone. Where it is given
-                nothing is warned of, see `warn_of_damage`.
+            pool: copies rows, torch's threads never; None for the caller alone.
         """
 
     @abstractmethod
@@ -119,7 +118,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def warn_of_damage(self, read: RowRead) -> None:
-        """Warn of the first damaged rows. For the fetching thread."""
+        """Warn of the first damaged rows, once read. For the fetching thread."""
 
     def buffers(self, num: int, *, pinned: bool = False) -> dict[str, Tensor]:
         """Return memory for `read` to copy `num` rows into, pinned if asked. For any thread."""

@@ -54,7 +54,9 @@ class PrefixRows:
     def read(self, row_ids: Tensor, depth: int) -> RowRead:
         """Read rows into new memory."""
         assert self._store is not None
-        return self._store.read(row_ids, self.stamps_to(depth))
+        read = self._store.read(row_ids, self.stamps_to(depth))
+        self._store.warn_of_damage(read)
+        return read
 
     def usable(self, found: Tensor, depth: int) -> Tensor:
         """Return the depths at which rows were found, 0 where rows would be rounded twice."""

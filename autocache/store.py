@@ -254,10 +254,7 @@ class RowStore(ActivationStore):
         # Emptied, so that nobody looks for them there again, and written elsewhere if they vary:
         # two rows may share a room after a crash of the machine.
         self._tags[slots[corrupt]] = 0
-        read = RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
-        if pool is None:
-            self.warn_of_damage(read)
-        return read
+        return RowRead(torch.from_numpy(depth), rows, int(np.count_nonzero(corrupt)))
 
     def find(self, ids: Tensor, stamps: Stamps) -> Tensor:
         slots, fits = self._slots(ids)

@@ -150,6 +150,7 @@ def test_one_flipped_byte_in_any_field_is_a_counted_miss(
     flip_a_bit(store.path, rows_start + 2 * LAYOUT.row_bytes + LAYOUT.offsets[field])
     with caplog.at_level(logging.WARNING):
         read = store.read(ids, [3])
+        store.warn_of_damage(read)
     assert read.depth.tolist() == [1, 1, 0, 1]
     assert read.num_corrupt == 1
     assert "fail their check" in caplog.text
