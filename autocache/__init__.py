@@ -2,13 +2,13 @@
 
 prefix_cache: one fetch
   ├─► prefix_rows ─► activation_store: what each of these stores does ─► layout
-  │     store            rows in a file, or in memory ─► checksum
+  │     store            rows in a file, or in memory ─► checksum, rooms
   │     device_store     rows on a GPU ─► write_behind
   │     write_behind     rows of another store, which a thread writes
   │     tiered_store     rows of several stores
   │     kept_store       rows kept between runs ─► row_sets ─► store
-  ├─► row_reader ─► tiered_store
-  ├─► sample_checks ─► row_content ─► digests
+  ├─► row_reader: reads ahead ─► tiered_store, row_pool
+  ├─► sample_checks ─► row_content: what a row holds ─► digests, int8_tokens
   └─► prefix_chunks ─► uploads
 stamp: what rows have passed through
 """

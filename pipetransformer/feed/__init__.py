@@ -4,8 +4,11 @@ timeline ─► batch_forecast: which samples come next
 samples ─► collation: one batch         workers: read ahead of the steps
 sample_feed ─► stage 0
   ├─ frozen_prefix: runs the frozen layers, and stamps them
-  ├─ row_format, target_source, node_store: the cache's rows, and where they lie
-  └─ fetch_forecast: which fetches come next
+  ├─ fetch_forecast ─► row_block: the rows of several fetches, read at once
+  └─ row_keeper: the cache's rows
+       ├─ row_format, target_source: what a row holds
+       ├─ node_store: where rows lie
+       └─ row_origin, row_proof: whether rows of other runs are this run's
 """
 
 from pipetransformer.feed.batch_forecast import (
