@@ -12,11 +12,9 @@ that are there, and compute those that are not.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -44,7 +42,7 @@ class KeptRows:
     sets: RowSets
     made_from: Mapping[str, Any]
     about: Mapping[str, Any]
-    run: int = field(default_factory=partial(secrets.randbits, 63))
+    run: int
 
     def made_at(self, stamp: int) -> dict[str, Any]:
         return {**self.made_from, "stamp": f"{stamp:016x}"}

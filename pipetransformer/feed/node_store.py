@@ -277,13 +277,18 @@ def share_kept(
     Returns:
         None on all ranks where a rank cannot open them.
     """
+    open_rows = partial(_open_kept, kept, layout, num_rows, stamp)
     store, failure = None, ""
     leads = world.rank % world.slots_per_node == 0
     with ExitStack() as undone:  # A rank that is gone makes the gathering raise.
         for turn in (True, False):
             if leads == turn:
                 try:
-                    store = _open_kept(kept, layout, num_rows, stamp, is_right if turn else None)
+                    store = open_rows()
+                    if leads and not is_right(store):
+                        warn_of_others(store)
+                        store.close()
+                        store = open_rows()
                     undone.callback(store.close)
                 except OSError as error:
                     failure = str(error)
@@ -292,23 +297,7 @@ def share_kept(
                 warn_of_no_cache(world, failures[0])
                 return None
         undone.pop_all()
-    return store
-
-
-def _open_kept(
-    kept: KeptRows,
-    layout: RowLayout,
-    num_rows: int,
-    stamp: int,
-    is_right: Callable[[KeptStore], bool] | None,
-) -> KeptStore:
-    """Open kept rows, where they are right."""
-    store = _kept_store(kept, layout, num_rows, stamp)
-    if is_right is not None and not is_right(store):
-        warn_of_others(store)
-        store.close()
-        store = _kept_store(kept, layout, num_rows, stamp)
-    if store.num_rows < num_rows:
+    if store is not None and store.num_rows < num_rows:
         _LOGGER.warning(
             "%s keeps %d of %d rows, by its limit or its disk; the others are computed at every "
             "step. `pipetransformer cache ls` says what is there",
@@ -319,15 +308,14 @@ def _open_kept(
     return store
 
 
-def _kept_store(kept: KeptRows, layout: RowLayout, num_rows: int, stamp: int) -> KeptStore:
+def _open_kept(kept: KeptRows, layout: RowLayout, num_rows: int, stamp: int) -> KeptStore:
     """Open a set, or make one; it has fewer rows where the disk has no room for all."""
     try:
         return KeptStore(kept, layout, num_rows, stamp=stamp)
     except OSError as error:
         num_fitting = _num_fitting(kept.sets.folder, layout)
-        if error.errno != errno.ENOSPC or num_fitting >= num_rows:
-            raise
-        if not enough(num_fitting, num_rows):
+        is_less = num_fitting < num_rows and enough(num_fitting, num_rows)
+        if error.errno != errno.ENOSPC or not is_less:
             raise
         return KeptStore(kept, layout, num_fitting, stamp=stamp)
 

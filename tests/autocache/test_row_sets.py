@@ -239,7 +239,7 @@ def test_a_set_of_unequal_rows_in_slots_of_an_earlier_version_is_replaced(
 
 
 def test_rows_of_each_depth_stay_when_the_prefix_grows(folder: Path) -> None:
-    kept = KeptRows(RowSets(folder), {"data": "words"}, {})
+    kept = KeptRows(RowSets(folder), {"data": "words"}, {}, run=1)
     stamps = (0x11, 0x22)
     with closing(KeptStore(kept, LAYOUT, NUM, stamp=stamps[0])) as store:
         store.write(IDS, stamps[0], rows_of(IDS))
