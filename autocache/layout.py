@@ -19,9 +19,10 @@ import mmap
 import os
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,18 @@ class RowField:
     shape: tuple[int, ...]
     dtype: torch.dtype
     varies: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, from which `from_json` makes the field."""
+        return {**asdict(self), "dtype": str(self.dtype)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RowField:
+        """Make a field; a KeyError, TypeError or AttributeError where values are damaged."""
+        dtype = getattr(torch, values["dtype"].removeprefix("torch."))
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{values['dtype']} is no dtype")
+        return cls(values["name"], tuple(values["shape"]), dtype, values["varies"])
 
     @property
     def num_bytes(self) -> int:

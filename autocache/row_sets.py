@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -324,7 +324,7 @@ def _open(folder: Path, *, is_used: bool = True) -> OpenSet:
 
 def _described(made_from: MadeFrom, layout: RowLayout) -> dict[str, Any]:
     """Return what a set's name is the hash of, as plain values."""
-    fields = [{**asdict(field), "dtype": str(field.dtype)} for field in layout.fields]
+    fields = [field.to_json() for field in layout.fields]
     plain: dict[str, Any] = json.loads(json.dumps({"made_from": made_from, "fields": fields}))
     return plain
 
@@ -357,10 +357,7 @@ def _read_about(folder: Path) -> _Description:
         described = {"made_from": facts["made_from"], "fields": facts["fields"]}
         if folder.name != _PREFIX + _hash(described):
             raise ValueError("it is of another set")
-        fields = tuple(
-            RowField(field["name"], tuple(field["shape"]), _dtype(field["dtype"]), field["varies"])
-            for field in facts["fields"]
-        )
+        fields = tuple(map(RowField.from_json, facts["fields"]))
         # Both were checked by no hash: the rows' file is, by its size and its header.
         num_rows, about = facts["num_rows"], dict(facts["about"])
         if type(num_rows) is not int or not 0 < num_rows < _MOST_ROWS:
@@ -368,12 +365,6 @@ def _read_about(folder: Path) -> _Description:
     except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / _ABOUT} is damaged: {error!r}") from error
     return _Description(facts["made_from"], about, FileShape(RowLayout(fields), num_rows))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _lock(descriptor: int, kind: int) -> bool:

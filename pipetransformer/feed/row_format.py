@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -92,15 +93,9 @@ class RowFormat:
         if found is None:
             return None
         keep, computed, fields, positions, mean_length = found
-        self._positions = None if positions is None else Positions(*positions)
+        self._positions = None if positions is None else Positions(**positions)
         self.content = self._describe(tuple(keep), getattr(torch, computed))
-        return RowLayout(
-            tuple(
-                RowField(name, tuple(shape), getattr(torch, dtype), varies)
-                for name, shape, dtype, varies in fields
-            ),
-            mean_length,
-        )
+        return RowLayout(tuple(map(RowField.from_json, fields)), mean_length)
 
     def mean_over(self, batch: Batch) -> float:
         """Return samples' mean length over that of a batch's padded ones; 1 if none is known."""
@@ -148,13 +143,11 @@ class RowFormat:
         except ValueError as error:  # No tokens, which int8 needs.
             self._trouble = f"cache_dtype={self._task.config.cache_dtype!r}: {error}"
             return None
-        fields = [[f.name, list(f.shape), _spell(f.dtype), f.varies] for f in layout.fields]
-        spread = None
-        if positions is not None:
-            spread = [positions.mask, positions.names, positions.most, dict(positions.padding)]
-        mask = content.padding_mask
+        mask, computed = content.padding_mask, str(hidden.dtype).removeprefix("torch.")
         mean_length = self._mean_length(mask) if mask is not None and layout.varies else None
-        return [list(content.keep), _spell(content.computed_dtype), fields, spread, mean_length]
+        fields = [field.to_json() for field in layout.fields]
+        padded = None if positions is None else asdict(positions)
+        return [list(content.keep), computed, fields, padded, mean_length]
 
     def _mean_length(self, mask: str) -> float:
         """Return the mean of samples' own lengths: of all if they are known, or of some."""
@@ -285,7 +278,3 @@ def _tokens_of(item: Any, mask: str) -> int | None:
     """Return the tokens of a sample that is not yet collated, by its mask; None without one."""
     values = item.get(mask) if isinstance(item, Mapping) else None
     return None if values is None else int(own_lengths(torch.as_tensor(values).reshape(1, -1)))
-
-
-def _spell(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
