@@ -69,9 +69,8 @@ class TieredStore(ActivationStore):
         """
         parts, rest, positions, num_left = [], ids, torch.arange(len(ids)), self.num_rows
         for number, tier in enumerate(self.tiers[:-1]):
-            # A row is the tier's if its share of all rows reaches the next whole number.
-            slots = rest * tier.num_rows // num_left
-            is_own = ((rest + 1) * tier.num_rows // num_left > slots) & (rest < num_left)
+            slots, is_own = spread_rows(rest, tier.num_rows, num_left)
+            is_own &= rest < num_left
             own, others = is_own.nonzero().flatten(), (~is_own).nonzero().flatten()
             parts.append(TierPart(number, positions[own], slots[own]))
             rest, positions = (rest - slots)[others], positions[others]
@@ -159,6 +158,17 @@ class TieredStore(ActivationStore):
         with ExitStack() as closing:  # One that raises leaves none open.
             for tier in self.tiers:
                 closing.callback(tier.close)
+
+
+def spread_rows(ids: Tensor, num_rows: int, num_all: int) -> tuple[Tensor, Tensor]:
+    """Return which row each of (B,) samples has, of rows spread evenly over all samples.
+
+    Returns:
+        (B,) rows, and (B,) bool: whether a sample has one, as its share of all rows reaches the
+        next whole number.
+    """
+    rows = ids * num_rows // num_all
+    return rows, (ids + 1) * num_rows // num_all > rows
 
 
 def join_reads(parts: Sequence[TierPart], reads: Sequence[RowRead]) -> RowRead:

@@ -53,8 +53,9 @@ _POINTER = "latest"
 _MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _OWN_MANIFEST = re.compile(rb'\{"sha256": "[0-9a-f]{64}", "content": \{"format": \d')
-_FROZEN_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
-_OWN_FILE = re.compile(r"manifest\.json(\.tmp)?|[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors")
+SHARD_NAME, FROZEN_NAME = r"[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors", r"[0-9a-f]{64}\.safetensors"
+"""Patterns of the names that `file_name` gives, and of files that are named by their SHA-256."""
+_OWN_FILE = re.compile(rf"manifest\.json(\.tmp)?|{SHARD_NAME}")
 _LOG = logging.getLogger(__name__)
 
 
@@ -230,7 +231,7 @@ def publish(
     _write_sealed(directory / _POINTER, {"checkpoints": [f.name for f in staying]})
     # Only now: a kill before the pointer still needs the old ones.
     for other in _folders(directory):
-        is_old = _order(other)[0] <= step or not (other / _MANIFEST).exists()
+        is_old = _order(other)[0] <= step or not has_manifest(other)
         if is_old and other not in staying and _is_own(other):
             _delete(other)
 
@@ -256,7 +257,7 @@ def _read_manifest(folder: Path) -> Checkpoint:
             raise _foreign(folder / _MANIFEST, record.file, "file")
     frozen = {name: ShardRecord(**record) for name, record in content.get("frozen", {}).items()}
     for record in frozen.values():
-        if not _FROZEN_FILE.fullmatch(record.file):
+        if not re.fullmatch(FROZEN_NAME, record.file):
             raise _foreign(folder / _MANIFEST, record.file, "frozen file")
     return Checkpoint(folder, content["step"], content["scalars"], records, frozen)
 
@@ -269,22 +270,24 @@ def named_frozen(directory: Path) -> set[str] | None:
     """
     named: set[str] = set()
     for folder in _folders(directory):
-        manifest = folder / _MANIFEST
-        if not manifest.exists():
+        if not has_manifest(folder):
             continue
         try:
             named |= {record.file for record in _read_manifest(folder).frozen.values()}
         except (CorruptCheckpointError, ValueError):
-            if _OWN_MANIFEST.match(manifest.read_bytes()):
+            if _OWN_MANIFEST.match((folder / _MANIFEST).read_bytes()):
                 return None
     return named
 
 
 def holds_checkpoint(directory: Path) -> bool:
     """Return whether a save was ever completed here, damaged or not."""
-    return (directory / _POINTER).exists() or any(
-        (folder / _MANIFEST).exists() for folder in _folders(directory)
-    )
+    return (directory / _POINTER).exists() or any(map(has_manifest, _folders(directory)))
+
+
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder is a save that was completed, damaged or not."""
+    return (folder / _MANIFEST).exists()
 
 
 def published(directory: Path) -> list[Path]:
@@ -300,7 +303,7 @@ def published(directory: Path) -> list[Path]:
     try:
         names = _read_sealed(pointer)["checkpoints"]
     except CorruptCheckpointError as error:
-        complete = [folder for folder in _folders(directory) if (folder / _MANIFEST).exists()]
+        complete = [*filter(has_manifest, _folders(directory))]
         if complete:
             _LOG.warning("%s; the highest step is taken as the newest checkpoint", error)
         elif pointer.exists():

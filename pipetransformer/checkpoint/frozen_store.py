@@ -26,6 +26,8 @@ from torch import Tensor
 from autocache import fingerprint
 from pipetransformer.checkpoint.format import (
     FROZEN,
+    FROZEN_NAME,
+    SHARD_NAME,
     ShardRecord,
     Shards,
     file_name,
@@ -34,9 +36,7 @@ from pipetransformer.checkpoint.format import (
 )
 from pipetransformer.durable_files import fsync, write_tensors
 
-_OWN_FILE = re.compile(
-    r"[0-9a-f]{64}\.safetensors|[A-Za-z0-9._]*-[0-9a-f]{16}\.safetensors(\.tmp)?"
-)
+_OWN_FILE = re.compile(rf"{FROZEN_NAME}|{SHARD_NAME}(\.tmp)?")
 _LOG = logging.getLogger(__name__)
 
 

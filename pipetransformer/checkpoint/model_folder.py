@@ -22,7 +22,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from pipetransformer.checkpoint.format import Checkpoint, open_checkpoint
+from pipetransformer.checkpoint.format import Checkpoint, has_manifest, open_checkpoint
 from pipetransformer.checkpoint.resume import CHECKPOINTS, OPAQUE, open_latest
 from pipetransformer.durable_files import replace_file, replace_tensors
 from pipetransformer.elastic import WEIGHTS, split_shard_name
@@ -179,7 +179,7 @@ def run_export(options: argparse.Namespace, show: Callable[[str], None]) -> None
 
 def find_checkpoint(source: Path) -> Checkpoint:
     """Open a checkpoint, or the newest usable one of a run."""
-    if (source / "manifest.json").exists():
+    if has_manifest(source):
         return open_checkpoint(source)
     for directory in (source / CHECKPOINTS, source):
         if directory.is_dir() and (found := open_latest(directory, group=None)) is not None:

@@ -24,6 +24,7 @@ from autocache import (
     RowSets,
     TieredStore,
     device_bytes,
+    spread_rows,
 )
 from autodp import broadcast_json, gather_json
 from autopipe.profile import Profile
@@ -238,10 +239,8 @@ class RowKeeper:
         wanted = ids + self.view(epoch) * self._num_samples if self._num_views > 1 else ids
         if num_rows in (0, num_all):
             return wanted
-        # A sample has a row if its share of all rows reaches the next whole number. The number
-        # one beyond the last row says that it has none.
-        slots = wanted * num_rows // num_all
-        return slots.where((wanted + 1) * num_rows // num_all > slots, num_rows)
+        rows, has_row = spread_rows(wanted, num_rows, num_all)
+        return rows.where(has_row, num_rows)  # One beyond the last says that there is none.
 
     def expect(self, ids: Tensor, epoch: int) -> None:
         """Have the disk begin to read rows that are asked for later."""

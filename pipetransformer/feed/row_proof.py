@@ -30,7 +30,7 @@ from autocache import (
     own_lengths,
 )
 from pipetransformer.feed.collation import Batch
-from pipetransformer.feed.samples import Samples
+from pipetransformer.feed.samples import Samples, spread
 
 CacheOver: TypeAlias = Callable[[ActivationStore | None, RowContent, Tensor | None], PrefixCache]
 """Makes a cache of the frozen prefix over a store, of some content, with known digests."""
@@ -60,7 +60,8 @@ class RowProof:
         """
         found = store.find_unproven(row_ids, self.stamps)
         for depth in found[found > 0].unique().tolist():
-            places = _spread((found == depth).nonzero().flatten())
+            places = (found == depth).nonzero().flatten()
+            places = places[spread(len(places), _NUM_COMPUTED)]
             store.trust(self.stamps[depth - 1])
             if not self._holds_at(depth, store, ids[places], row_ids[places]):
                 return False
@@ -91,12 +92,6 @@ class RowProof:
 
     def _load(self, ids: Tensor) -> Batch:
         return self.samples.probe(ids.tolist(), view=self.view)
-
-
-def _spread(places: Tensor) -> Tensor:
-    """Choose a few places from all over."""
-    chosen = torch.linspace(0, len(places) - 1, min(_NUM_COMPUTED, len(places)))
-    return places[chosen.long()]
 
 
 def are_alike(mine: Tensor, theirs: Tensor, *, rounded_to: torch.dtype | None) -> bool:
