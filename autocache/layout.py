@@ -48,7 +48,7 @@ def round_up(num_bytes: int, unit: int) -> int:
 
 
 def units_of(words: np.ndarray) -> np.ndarray:
-    """Return the units of 64 bytes that so many words of 8 take."""
+    """Return how many units of 64 bytes a number of words takes."""
     units: np.ndarray = (words + 7) >> 3
     return units
 
@@ -192,7 +192,7 @@ class FileShape:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of a file, of which rows that vary take a part."""
+        """Return the size of a file; rows that vary take a part of it."""
         rows_bytes = self.num_rows * self.layout.row_bytes
         if not self.layout.varies:
             return self.rows_start + rows_bytes

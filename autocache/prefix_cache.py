@@ -305,7 +305,7 @@ class PrefixCache:
             return _Usable(samples, rows, digests)
 
     def _forget_rows(self, samples: FoundSamples, positions: Tensor) -> FoundSamples:
-        """Empty rows whose samples have changed; return the samples, of which these miss now."""
+        """Empty rows whose samples have changed; return all samples, with these as misses."""
         positions = positions[samples.found[positions] > 0]
         if not len(positions):
             return samples

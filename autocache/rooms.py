@@ -71,7 +71,7 @@ class Rooms:
         return min(int(self._header[TAKEN]), self._num_units)
 
     def take(self, rooms: np.ndarray, units: np.ndarray) -> np.ndarray:
-        """Return (B,) rooms of so many units: those given where they suffice; 0 for no room.
+        """Return (B,) rooms with these units: those given where they suffice; 0 for no room.
 
         Rows without units have room everywhere, so they are given one of a unit.
         """

@@ -59,7 +59,7 @@ class BestModel:
         return math.isnan(metrics.get(self.name, 0.0))
 
     def note(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Record the evaluation after a step; tell whether it is the best so far.
+        """Record the evaluation after a step; return whether it is the best so far.
 
         Raises:
             ValueError: the metric is missing.

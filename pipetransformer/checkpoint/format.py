@@ -204,7 +204,7 @@ def publish(
     keep: int,
     frozen: Mapping[str, ShardRecord] | None = None,
 ) -> None:
-    """Make a save the one that a resume finds, then delete old ones. For rank 0.
+    """Let a resume find this save from now on, then delete old ones. For rank 0.
 
     It comes once all ranks have written. It deletes unfinished saves, and checkpoints up to this
     step except the `keep` newest complete ones. Checkpoints of later steps, before which training

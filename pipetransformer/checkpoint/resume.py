@@ -358,7 +358,7 @@ def _this_process() -> str:
 
 
 def _wait_for(file: FileIO, folder: Path, patience_s: float) -> bool:
-    """Wait for the lock; tell whether there is one, or raise a ValueError when time is up."""
+    """Wait for the lock; return whether there is one, or raise a ValueError when time is up."""
     deadline, has_warned = time.monotonic() + patience_s, False
     while True:
         try:

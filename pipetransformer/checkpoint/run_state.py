@@ -117,7 +117,7 @@ class RunState:
         return checkpoint
 
     def _claim(self, folder: Path) -> bool:
-        """Lock the folder, and tell whether this run continues the one in it. For rank 0."""
+        """Lock the folder, and return whether this run continues the one in it. For rank 0."""
         config = self._task.config
         waits = min(_LOCK_PATIENCE_S, config.setup_timeout_s / 2) if is_restarted() else 0.0
         self._lock = lock_folder(folder, patience_s=waits)

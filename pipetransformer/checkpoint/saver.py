@@ -245,7 +245,7 @@ class Saver:
         )  # fmt: skip
 
     def catches_up(self, *, patience_s: float) -> bool:
-        """Wait for this rank's save; tell whether all ranks' saves have ended. Collective."""
+        """Wait for this rank's save; return whether all ranks' saves have ended. Collective."""
         start = time.perf_counter()
         if self._writer is not None:
             self._writer.join(patience_s)

@@ -209,7 +209,7 @@ def stack(values: list[Any], name: str, ids: Sequence[int]) -> Tensor:
 
 
 def _checked(value: Any, name: str, num: int) -> Tensor:
-    """Return an entry that collate_fn gave for so many samples."""
+    """Return an entry that collate_fn gave for `num` samples."""
     if isinstance(value, (np.ndarray, list, tuple)):
         value = torch.as_tensor(value)
     if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != num:

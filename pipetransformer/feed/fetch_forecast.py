@@ -15,7 +15,7 @@ Coming: TypeAlias = Callable[[], Iterable[tuple[int, Tensor]]]
 """Yields the epoch and (B,) samples of every fetch to come, the next one first."""
 
 MOST_LATER = 16
-"""Fetches ahead that are known; so many are read at once, and looked through for misses."""
+"""Fetches ahead that are known: the most that are read at once, or searched for misses."""
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class Fetch:
     later: tuple[Tensor, ...] = ()
 
     def later_ids(self, most: int) -> Tensor:
-        """Return the samples of at most so many fetches after this one, (N,)."""
+        """Return the samples of at most `most` fetches after this one, (N,)."""
         return torch.cat([self.ids[:0], *self.later[:most]])
 
 

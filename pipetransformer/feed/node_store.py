@@ -9,7 +9,7 @@ Of several processes each has rows of the samples that it reads on its own GPU, 
 read them. With "auto" a GPU has room for its process's part of them. So all go into the file where
 a process does not read the same samples in every epoch. With "cuda" it has room for all.
 
-A place with room for less than a tenth of the rows has none, be it by what is free or by
+A place with room for less than a tenth of the rows gets none. What is free decides, and
 `cache_limit_bytes`; see `enough`.
 
 One process creates a node's file, and all of the node open it. It has no name where the platform
@@ -387,7 +387,7 @@ def rows_in_all(config: TrainConfig, num_rows: int, row_bytes: int) -> int:
 
 
 def enough(num_fitting: int, num_rows: int) -> int:
-    """Return how many rows are kept where so many have room; below a tenth of all, none."""
+    """Return how many rows are kept: those that fit, or none below a tenth of all."""
     return num_fitting if num_fitting >= _LEAST_SHARE * num_rows else 0
 
 

@@ -73,7 +73,7 @@ class RowBlock:
 def hit_together(
     steps: Sequence[Tensor], hits: Callable[[Tensor], Tensor], *, most_rows: int
 ) -> list[Tensor]:
-    """Return the first steps whose samples all hit, of at most so many rows together.
+    """Return the first steps whose samples all hit, of at most `most_rows` rows together.
 
     Args:
         hits: returns (N,) bool for (N,) samples.

@@ -227,7 +227,7 @@ class RowKeeper:
         return epoch if views is None else epoch % views  # Without views each epoch is its own.
 
     def reads_ahead(self, store: ActivationStore, ids: Tensor) -> bool:
-        """Return whether a thread reads rows of so many samples beside a step."""
+        """Return whether a thread reads these samples' rows beside a step."""
         is_slow = len(ids) * store.layout.row_bytes >= _LEAST_AHEAD_BYTES
         return store.reads_ahead and (is_slow or self._world.device.type == "cuda")
 

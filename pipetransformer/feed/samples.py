@@ -38,7 +38,7 @@ class SizedDataset(Protocol):
 
 
 def spread(num: int, most: int) -> list[int]:
-    """Return so many indices below `num`, or all, from the first to the last."""
+    """Return at most `most` indices below `num`, spread from the first to the last."""
     return torch.linspace(0, num - 1, min(most, num)).long().tolist()
 
 

@@ -222,7 +222,7 @@ class Timeline:
         )
 
     def advance(self, num_samples: int) -> None:
-        """Note that a step over so many samples is done."""
+        """Note that a step over `num_samples` samples is done."""
         self.position.step += 1
         self.position.sample += num_samples
         if self.position.sample >= self.num_samples:

@@ -194,7 +194,7 @@ def of_kind(records: list[Record], kind: str) -> list[Record]:
 
 
 def epochs_of(records: list[Record]) -> list[Record]:
-    """Select the epochs; of one that is partial, and gone on with, the whole."""
+    """Select the last record of each epoch: the whole where a run went on with a part."""
     return list({record["epoch"]: record for record in of_kind(records, "epoch")}.values())
 
 

@@ -32,7 +32,7 @@ class RunSums:
     def add_step(
         self, result: StepResult, decision: Decision, shape: Mapping[str, int], num_samples: int
     ) -> None:
-        """Count a training step, of so many samples of all replicas."""
+        """Count a training step over `num_samples` of all replicas."""
         report, upgrades = self.report, result.cache_upgrades
         rows = CacheStats(result.cache_hits, upgrades, result.cache_misses - upgrades)
         rows.ahead = result.cache_ahead
