@@ -25,7 +25,7 @@ from autocache.row_pool import RowPool
 from autocache.row_sets import OpenSet, RowSets, SetFacts
 from autocache.stamp import chain_hash, fingerprint
 from autocache.store import NamelessFilesError, RowStore
-from autocache.tiered_store import TieredStore, spread_rows
+from autocache.tiered_store import TieredStore, TierPart, spread_rows
 from autocache.uploads import Uploader
 from autocache.write_behind import WriteBehind
 
@@ -33,6 +33,6 @@ __all__ = [
     "DIGEST", "HIDDEN", "ActivationStore", "CacheStats", "DeviceStore", "KeptRows", "KeptStore",
     "NamelessFilesError", "OpenSet", "Positions", "PrefixCache", "RowContent", "RowField",
     "RowLayout", "RowPool", "RowRead", "RowSets", "RowStore", "SetFacts", "TieredStore",
-    "Uploader", "WriteBehind", "by_position", "chain_hash", "device_bytes", "fingerprint",
-    "own_lengths", "spread_rows",
+    "TierPart", "Uploader", "WriteBehind", "by_position", "chain_hash", "device_bytes",
+    "fingerprint", "own_lengths", "spread_rows",
 ]  # fmt: skip
