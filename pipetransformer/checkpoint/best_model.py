@@ -54,10 +54,6 @@ class BestModel:
     def is_out_of_patience(self) -> bool:
         return self._patience is not None and self._num_without >= self._patience
 
-    def is_nan(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric is there, and is no number."""
-        return math.isnan(metrics.get(self.name, 0.0))
-
     def note(self, metrics: Mapping[str, float], step: int) -> bool:
         """Record the evaluation after a step; return whether it is the best so far.
 
@@ -161,7 +157,8 @@ class Selection:
         """Record the evaluation after a step, and write its weights if it is the best."""
         best = self.best
         former = best.value, best.step
-        if self._world.is_main and not self._has_warned and best.is_nan(metrics):
+        is_nan = math.isnan(metrics.get(best.name, 0.0))
+        if self._world.is_main and not self._has_warned and is_nan:
             self._has_warned = True
             _LOGGER.warning(
                 "%s is NaN in the evaluation after step %d, and such a one is never the best; a "

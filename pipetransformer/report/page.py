@@ -132,7 +132,9 @@ def _table_html(rows: Rows) -> str:
 def _facts(records: list[Record], *, written: datetime) -> Rows:
     """Say where the run is, and how far."""
     steps = of_kind(records, "step")
-    num_done, most = steps[-1]["step"] + 1 if steps else 0, _most_steps(records)
+    num_done = steps[-1]["step"] + 1 if steps else 0
+    lengths = [one["max_steps"] for one in of_kind(records, "decision") if "max_steps" in one]
+    most = lengths[-1] if lengths else None
     state = "over"
     if not run_is_over(records):  # Nothing in a folder tells a killed run from a slow one.
         is_done = most is not None and num_done >= most
@@ -150,8 +152,3 @@ def _facts(records: list[Record], *, written: datetime) -> Rows:
         ("frozen layers", str(frozen)),
         *([("K x R", f"{length} x {replicas}")] if is_pipeline(records) else []),
     )
-
-
-def _most_steps(records: list[Record]) -> int | None:
-    known = [one["max_steps"] for one in of_kind(records, "decision") if "max_steps" in one]
-    return known[-1] if known else None

@@ -72,7 +72,12 @@ def _learning(records: list[Record]) -> Section:
         _line(epochs, "loss", "training, mean of an epoch"),
         _line(evaluations, "loss", "evaluation"),
     )
-    metrics = {name for one in evaluations for name, value in one.items() if _is_number(value)}
+    metrics = {
+        name
+        for one in evaluations
+        for name, value in one.items()
+        if isinstance(value, int | float)
+    }
     figures = [
         _figure(name, _line(evaluations, name, name))
         for name in sorted(metrics - set(EVALUATION_FIELDS))
@@ -290,10 +295,6 @@ def _line(records: Iterable[Mapping[Any, Any]], field: Any, name: str, x: str = 
 def _bar(x: list[int], y: list[float], name: str) -> Figure:
     """Draw a part of stacked bars; null is none."""
     return {"type": "bar", "name": escape(name, quote=False), "x": x, "y": finite(y)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 def _text(value: Any) -> str:
