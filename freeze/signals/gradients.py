@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ class Measured:
     sums: Tensor
 
 
-@final
 class GradientSignals:
     """Accumulate the squared gradient norm of each sublayer over the steps of an interval.
 

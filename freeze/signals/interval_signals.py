@@ -9,10 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from freeze.signals.gradients import GradientSignals, Measured
+from freeze.signals.gradients import GradientSignals
 from freeze.signals.weight_changes import (
     GradientSums,
-    KeptTensors,
     Parameters,
     WeightChanges,
     relative_update,
@@ -23,7 +22,7 @@ _BEFORE, _SUM = "signal:before", "signal:sum"
 
 
 @final
-class IntervalSignals:
+class IntervalSignals(GradientSignals):
     """Measure a stage's sublayers from decision to decision.
 
     All parameters are on one device. `wanted` are fields of `LayerStats`. Gradient norms are
@@ -36,12 +35,13 @@ class IntervalSignals:
         wanted: frozenset[str] = frozenset(),
         device: torch.device | str = "cpu",
     ) -> None:
-        lists = {name: list(own.values()) for name, own in parameters.items()}
+        super().__init__({name: list(own.values()) for name, own in parameters.items()}, device)
         self._wanted = wanted
-        self._gradients = GradientSignals(lists, device)
         self._changes = WeightChanges(parameters) if "relative_update" in wanted else None
-        self._sums = GradientSums(parameters) if "accumulated_gradient" in wanted else None
-        kept: dict[str, KeptTensors | None] = {_BEFORE: self._changes, _SUM: self._sums}
+        self._gradient_sums = (
+            GradientSums(parameters) if "accumulated_gradient" in wanted else None
+        )
+        kept = {_BEFORE: self._changes, _SUM: self._gradient_sums}
         self._kept = {entry: one for entry, one in kept.items() if one is not None}
 
     def begin_step(self) -> None:
@@ -49,33 +49,15 @@ class IntervalSignals:
         if self._changes is not None:
             self._changes.begin()
 
-    def squared_norm(self) -> Tensor:
-        """See `GradientSignals.squared_norm`."""
-        return self._gradients.squared_norm()
-
-    def measure(self) -> Measured:
-        """See `GradientSignals.measure`."""
-        return self._gradients.measure()
-
-    def add(
-        self, measured: Measured, *, scale: Tensor | None = None, skips: Tensor | None = None
-    ) -> None:
-        """See `GradientSignals.add`."""
-        self._gradients.add(measured, scale=scale, skips=skips)
-
-    @property
-    def part_names(self) -> list[str]:
-        return self._gradients.part_names
-
     @property
     def needs_finite(self) -> bool:
         """Return whether `add_gradients` must be called, and only for steps without a NaN."""
-        return self._sums is not None
+        return self._gradient_sums is not None
 
     def add_gradients(self, *, scale: float = 1.0) -> None:
         """Add a step's finite, reduced, unclipped gradients, as if multiplied by `scale`."""
-        if self._sums is not None:
-            self._sums.add(scale)
+        if self._gradient_sums is not None:
+            self._gradient_sums.add(scale)
 
     def measured(self) -> dict[str, Any]:
         """Return the interval's sums so far, by sublayer; waits for the device.
@@ -84,25 +66,25 @@ class IntervalSignals:
         "size" are squared norms of the weights' change, and of the weights before. "num_steps"
         counts steps with finite gradients.
         """
-        found = self._gradients.state()
+        found = super().state()
         if not found["num_steps"]:
             return {"num_steps": 0}
         if self._changes is not None:
             squares = self._changes.squares()
             found["moved"] = {name: moved for name, (moved, _) in squares.items()}
             found["size"] = {name: size for name, (_, size) in squares.items()}
-        if self._sums is not None:
-            found["sum"] = self._sums.absolute()
+        if self._gradient_sums is not None:
+            found["sum"] = self._gradient_sums.absolute()
         return found
 
     def reset(self) -> None:
-        self._gradients.reset()
+        super().reset()
         for kept in self._kept.values():
             kept.reset()
 
     def state(self) -> dict[str, Any]:
         """See `GradientSignals.state`; the kept tensors are in `tensors`."""
-        return {**self._gradients.state(), "wanted": sorted(self._wanted)}
+        return {**super().state(), "wanted": sorted(self._wanted)}
 
     @staticmethod
     def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -119,7 +101,7 @@ class IntervalSignals:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue the interval of `state`; begin a new one if it lacks a signal wanted now."""
         if self._wanted <= set(state["wanted"]):
-            self._gradients.load(state)
+            super().load(state)
         else:
             self.reset()
 
