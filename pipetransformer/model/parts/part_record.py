@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -48,10 +48,19 @@ class PartRecord:
             stack.enter_context(Lists(self._note_list))
             yield
 
+    def anew(self) -> PartRecord:
+        """Return a record of another forward, which adds to what was read and called."""
+        return replace(self, order=[], answers={})
+
     @property
     def is_reached(self) -> bool:
         """Return whether all parts have answered."""
         return len(self.answers) == len(self.parts)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Return the leaves of all answers."""
+        return [leaf for leaves, _ in self.answers.values() for leaf in leaves]
 
     def _note_call(self, name: str, *_: object) -> None:
         self.order.append(name)

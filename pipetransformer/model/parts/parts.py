@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from autopipe.random_state import random_state
 from freeze.in_place import keeps_in_eval
@@ -220,8 +220,7 @@ def _idle_modules(
                     found = run_from_rows(trial.entries)
             except Exception:  # Any: it computes of a blank what it cannot.
                 return False
-        equal = len(found) == len(whole) and all(map(are_equal, found, whole))
-        return equal and random_state(device) == state
+        return _all_equal(found, whole) and random_state(device) == state
 
     noting = [partial(note, name, module.forward) for name, module in tried.items()]
     with replaced([*tried.values()], noting):
@@ -267,7 +266,6 @@ def _packed(record: PartRecord, trial: PartTrial) -> tuple[Packing, Tensor]:
         few = [{n: one[n].to(entries[n].device) for n in entries} for one in trial.singly]
         found = [_alone(record, trial.run, one) for one in (*pair, *few)]
         alone = [flat for flat in found if flat is not None]
-        record.answers = whole
         kinds = {tuple((t.shape[1:], t.dtype) for t in tensors_of(flat)) for flat in alone}
         if len(alone) == len(found) and len(kinds) == 1:
             packing = Packing.counting(alone)
@@ -284,22 +282,19 @@ def _is_labelled(record: PartRecord, run: Callable[[Entries], Any], entries: Ent
     # Any: behind the parts it is of no matter.
     with suppress(Exception), labelled.listening():
         run(entries)
-    if not labelled.is_reached:
-        return False
-    found, known = _leaves(labelled.answers), _leaves(record.answers)
-    return len(found) != len(known) or not all(map(are_equal, found, known))
+    return labelled.is_reached and not _all_equal(labelled.leaves, record.leaves)
 
 
 def _alone(
     record: PartRecord, run: Callable[[Entries], Any], entries: Entries
 ) -> dict[str, Flat] | None:
     """Return what parts return for one sample; None where it fails."""
-    record.answers, record.order = {}, []
+    own = record.anew()
     # Any: behind the parts it is of no matter.
-    with suppress(Exception), record.listening():
+    with suppress(Exception), own.listening():
         run(entries)
     # One that has nothing for a part may leave it out.
-    return {n: record.answers[n] for n in record.parts} if record.is_reached else None
+    return {n: own.answers[n] for n in own.parts} if own.is_reached else None
 
 
 def _row(model: nn.Module, record: PartRecord, packing: Packing) -> Row:
@@ -383,7 +378,7 @@ def _is_unread(
                 found = run({**entries, name: nan.expand(entry.shape)})
             except Exception:  # Any: it is looked at for something else than its shape.
                 return False
-        if len(found) != len(whole) or not all(map(are_equal, found, whole)):
+        if not _all_equal(found, whole):
             return False
     return True
 
@@ -392,20 +387,13 @@ def _is_read(
     entries: Entries, name: str, run: Callable[[Entries], Any], record: PartRecord
 ) -> bool:
     """Return whether parts return something else, or fail, where an entry has other values."""
-    entry, answers = entries[name], record.answers
-    others = [torch.zeros_like(entry), torch.ones_like(entry), entry.roll(1, 0)]
-    for other in others:
-        record.answers, record.order = {}, []
-        try:
-            with record.listening():
-                run({**entries, name: other})
-        except Exception:  # Any: behind the parts it is of no matter.
-            if not record.is_reached:
-                return True
-        finally:
-            found, record.answers = record.answers, answers
-        now, known = _leaves(found), _leaves(answers)
-        if len(now) != len(known) or not all(map(are_equal, now, known)):
+    entry = entries[name]
+    for other in (torch.zeros_like(entry), torch.ones_like(entry), entry.roll(1, 0)):
+        own = record.anew()
+        # Any: behind the parts it is of no matter.
+        with suppress(Exception), own.listening():
+            run({**entries, name: other})
+        if not (own.is_reached and _all_equal(own.leaves, record.leaves)):
             return True
     return False
 
@@ -432,10 +420,10 @@ def _is_padding_unread(
     """
     half = half_padded(entries[PADDING_MASK])
     assert half is not None
-    record.answers, record.order = {}, []
-    with record.listening():
+    padded = record.anew()
+    with padded.listening():
         whole = tree_leaves(run({**entries, PADDING_MASK: half}))
-    own = tensors_of({name: record.answers[name] for name in record.parts})
+    own = tensors_of({name: padded.answers[name] for name in record.parts})
     rows = packing.joined(own)
     cut = rows.masked_fill((half == 0).view(*half.shape, *(1 for _ in rows.shape[2:])), 0)
     parts = tuple(record.parts.values())
@@ -446,5 +434,5 @@ def _is_padding_unread(
     return all(are_equal(a, b) for a, b in pairs if not any(b is one for one in own))
 
 
-def _leaves(answers: Mapping[str, tuple[list[Any], TreeSpec]]) -> list[Any]:
-    return [leaf for leaves, _ in answers.values() for leaf in leaves]
+def _all_equal(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(are_equal, some, others))
