@@ -27,8 +27,8 @@ from autopipe.plan.simulation import Simulation, StageTimes, simulate
 
 __all__ = [
     "AS_FAST", "ExplainedPlan", "PipelinePlan", "PlanRequest", "Simulation", "StageTimes",
-    "best_first", "candidates", "explain", "fitting_lengths",
+    "best_first", "candidates", "confidence", "explain", "fitting_lengths",
     "least_memory_plan", "near_fastest", "plan_as_published", "plan_pipeline", "predict",
     "published_length", "published_split", "runners_up", "simulate", "stage_compute_s",
-    "step_range", "confidence", "throughput_table",
+    "step_range", "throughput_table",
 ]  # fmt: skip

@@ -32,6 +32,6 @@ __all__ = [
     "AllReduceCost", "LinkCost", "MICRO_BATCH_S", "MeasuredChain", "Profile",
     "ProfiledSublayer", "Ring", "RingCost", "SublayerCost", "chain_bytes", "chain_seconds",
     "graph_leaves", "join_chains", "join_sizes", "left_as_found", "merge", "now_s",
-    "profile_sublayers", "quartiles", "recomputes_itself", "saved_storages",
-    "storages", "time_rounds", "uncertainty", "unshared", "with_tuples",
+    "profile_sublayers", "quartiles", "recomputes_itself", "saved_storages", "storages",
+    "time_rounds", "uncertainty", "unshared", "with_tuples",
 ]  # fmt: skip

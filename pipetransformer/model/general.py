@@ -44,7 +44,6 @@ from pipetransformer.model.forward import (
     router_rows,
     run_through,
     watched,
-    whole_in_mode,
 )
 from pipetransformer.model.layered_model import LayeredModel, row_of
 from pipetransformer.model.losses import WordHead, own_loss_of, word_head
@@ -57,6 +56,7 @@ from pipetransformer.model.modules import (
     refuse_lost_checkpointing,
     refuse_replaced,
     unwrapped,
+    whole_in_mode,
 )
 
 

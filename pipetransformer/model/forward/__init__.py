@@ -48,20 +48,18 @@ from pipetransformer.model.forward.recording import (
     Recording,
     Row,
     block_lists,
-    modules_of,
     record,
     watched,
-    whole_in_mode,
 )
 from pipetransformer.model.forward.routers import ROUTERS, gathering_nothing, gathers, router_rows
 from pipetransformer.model.forward.short_texts import on_short_first
 
 __all__ = [
     "Arguments", "BesideBlocks", "CutForward", "Entries", "EntryNames", "Flat",
-    "ForwardFailedError", "Left", "NoRowError", "PADDING_MASK", "Packing", "PartAnswer", "ROUTERS",
-    "Read", "Reads", "Recording", "Row", "TARGETS", "UnlikeAnswerError", "answer_of", "are_equal",
-    "block_lists", "forward_parameters", "gathering_nothing", "gathers", "half_padded",
-    "has_own_forward", "holds_block", "joined_outputs", "modules_of", "names_of", "of_each",
-    "on_short_first", "output_of", "padding_mask", "read_for_shape", "record", "refuse_unknown",
-    "router_rows", "run_through", "tensors_of", "watched", "whole_in_mode",
+    "ForwardFailedError", "Left", "NoRowError", "PADDING_MASK", "Packing", "PartAnswer",
+    "ROUTERS", "Read", "Reads", "Recording", "Row", "TARGETS", "UnlikeAnswerError",
+    "answer_of", "are_equal", "block_lists", "forward_parameters", "gathering_nothing",
+    "gathers", "half_padded", "has_own_forward", "holds_block", "joined_outputs", "names_of",
+    "of_each", "on_short_first", "output_of", "padding_mask", "read_for_shape", "record",
+    "refuse_unknown", "router_rows", "run_through", "tensors_of", "watched",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from autopipe.profile import graph_leaves
 from freeze.in_place import children_but_head, frozen_in_place
-from pipetransformer.model.modules import opaque_kept
+from pipetransformer.model.modules import opaque_kept, whole_in_mode
 
 if TYPE_CHECKING:
     from pipetransformer.model.forward.packing import Packing, PartAnswer
@@ -250,35 +250,6 @@ def _drop(_: Tensor) -> None:
 
 def _refuse_backward(_: None) -> Tensor:
     raise RuntimeError("a forward that computes gradients itself is recorded with its graph")
-
-
-@contextmanager
-def whole_in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Have a model in train or eval mode within the block, and its modules in theirs behind it."""
-    modules = modules_of(model)
-    modes = [module.training for module in modules]
-    try:
-        # `train` sets attributes one by one past tensors, which takes long; some classes do more.
-        if all(type(m).train is nn.Module.train and "training" in vars(m) for m in modules):
-            for module in modules:
-                vars(module)["training"] = training
-        else:
-            model.train(training)
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            vars(module)["training"] = mode  # Past `__setattr__`, which looks for tensors.
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what `model.modules()` yields, in some order, and in a fraction of its time."""
-    found, left = {model: None}, [model]
-    while left:
-        for child in left.pop()._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                left.append(child)
-    return [*found]
 
 
 @dataclass

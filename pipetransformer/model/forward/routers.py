@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipetransformer.model.forward.dependence import half_padded, joined_outputs
-from pipetransformer.model.forward.recording import Row, whole_in_mode
-from pipetransformer.model.modules import unwrapped
+from pipetransformer.model.forward.recording import Row
+from pipetransformer.model.modules import unwrapped, whole_in_mode
 
 ROUTERS = "output_router_logits"
 """The setting, and the argument, by which a model gathers its routers' logits."""

@@ -37,10 +37,9 @@ from pipetransformer.model.forward import (
     of_each,
     refuse_unknown,
     tensors_of,
-    whole_in_mode,
 )
 from pipetransformer.model.layered_model import LayeredModel, Sublayer
-from pipetransformer.model.modules import named_tensors
+from pipetransformer.model.modules import named_tensors, whole_in_mode
 from pipetransformer.model.parts.part_record import PartRecord, replaced, served
 
 

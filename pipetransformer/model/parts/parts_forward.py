@@ -10,7 +10,7 @@ read or just computed: a run without a cache takes the same steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, final
 
@@ -30,11 +30,10 @@ from pipetransformer.model.forward import (
     forward_parameters,
     names_of,
     output_of,
-    whole_in_mode,
 )
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
 from pipetransformer.model.losses import own_loss_of
-from pipetransformer.model.modules import named_tensors
+from pipetransformer.model.modules import computing_in, in_mode, named_tensors, whole_in_mode
 from pipetransformer.model.parts.named_parts import named_parts
 from pipetransformer.model.parts.part_record import replaced
 from pipetransformer.model.parts.parts import PartCall, PartTrial, present_parts
@@ -143,17 +142,8 @@ class _Rest(nn.Module):
         self.around: Mapping[bool, list[tuple[nn.Module, bool]]] = {}
 
     def forward(self, rows: Tensor, **entries: Tensor) -> Tensor:
-        before = [(module, module.training) for module, _ in self.around[self.training]]
-        try:
-            _put_modes(self.around[self.training])
+        with in_mode(self.around[self.training]):
             return output_of(self.own.answer(rows, entries))
-        finally:
-            _put_modes(before)
-
-
-def _put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for module, flag in modes:
-        vars(module)["training"] = flag  # Past `__setattr__`, which looks for tensors.
 
 
 def adapt_parts(
@@ -184,7 +174,7 @@ def adapt_parts(
     freeze_modules(model, named.values())
 
     def run(given: Entries) -> Any:
-        with _computing(device, computes_in):
+        with computing_in(computes_in, device):
             return model(**given, **keywords)
 
     inputs = {name: batch[name] for name in names.inputs if name in batch}
@@ -202,7 +192,7 @@ def adapt_parts(
     rest = shown.sublayers[-1]
     hollow = {name: one for name, one in inputs.items() if name not in rest.sides}
     own = PartsForward(model, row_of(shown), keywords=keywords, hollow=hollow)
-    with _computing(device, computes_in):
+    with computing_in(computes_in, device):
         read_by_rest = _read_from_rows(own, model, inputs, rest.sides)
     return _layered(shown, own, read_by_rest, loss)
 
@@ -217,12 +207,6 @@ def _reads_labels(
         except Exception:  # Any: it cannot be run without.
             return True
         return not are_equal(output_of(run({**inputs, **labels})), plain)
-
-
-def _computing(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def _read_from_rows(

@@ -17,21 +17,19 @@ from pipetransformer.model.training.optimizers import (
     put_state,
     take_state,
 )
-from pipetransformer.model.training.precision import DTYPES, LossScale, computing_in
+from pipetransformer.model.training.precision import DTYPES, LossScale
 from pipetransformer.model.training.task import (
     Task,
     build_optimizer,
-    in_mode,
     modes_of,
     owned_parameters,
     set_frozen,
-    set_modes,
     trained_parameters,
 )
 
 __all__ = [
-    "DTYPES", "LossScale", "ModelLoan", "NamedParameters", "OptimizerFactory", "OptimizerTraits",
-    "Task", "adamw", "build_optimizer", "computing_in", "decay_by_layer", "in_mode", "modes_of",
-    "named_optimizer", "owned_parameters", "put_state", "set_frozen", "set_modes", "take_state",
+    "DTYPES", "LossScale", "ModelLoan", "NamedParameters", "OptimizerFactory",
+    "OptimizerTraits", "Task", "adamw", "build_optimizer", "decay_by_layer", "modes_of",
+    "named_optimizer", "owned_parameters", "put_state", "set_frozen", "take_state",
     "trained_parameters",
 ]  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -21,16 +20,6 @@ DTYPES: Mapping[str | None, torch.dtype | None] = {
     None: None, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 """By the names of `TrainConfig.precision`; None: as the weights are."""
-
-
-def computing_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
-    """Have a forward compute in autocast of this dtype; None leaves it as it is."""
-    if dtype is None:
-        return nullcontext()
-    # Autocast's cache of cast weights would save nothing: a call mostly uses a weight once.
-    # Without it, the gradients of a weight that is used twice are added up in float32.
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
-
 
 GROWTH_INTERVAL_STEPS = 2000
 _FIRST, _LEAST = 2.0**16, 1.0

@@ -16,8 +16,8 @@ ViT lost three points of accuracy against a plain loop. `cache_dtype` makes rows
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,9 +30,10 @@ from autopipe.loss import Loss, LossValue
 from pipetransformer.config import TrainConfig
 from pipetransformer.model.layered_model import LayeredModel
 from pipetransformer.model.losses import UnreadLogits
+from pipetransformer.model.modules import computing_in
 from pipetransformer.model.training.compiled_blocks import CompiledBlocks, num_frames
 from pipetransformer.model.training.optimizers import OptimizerFactory
-from pipetransformer.model.training.precision import DTYPES, computing_in
+from pipetransformer.model.training.precision import DTYPES
 
 
 @dataclass(frozen=True)
@@ -162,25 +163,6 @@ def modes_of(
     flags = model.flags(training=training)
     modules = (module for i in indices for module in model.sublayers[i].module.modules())
     return [(module, flags[module]) for module in modules]
-
-
-def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Give modules their flags."""
-    for module, flag in modes:
-        # Most have it already, and nn.Module.__setattr__ is slow.
-        if module.training is not flag:
-            module.training = flag
-
-
-@contextmanager
-def in_mode(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Have modules in a mode within the block, and in their own behind it."""
-    before = [(module, module.training) for module, flag in modes if module.training is not flag]
-    set_modes(modes)
-    try:
-        yield
-    finally:
-        set_modes(before)
 
 
 def set_frozen(task: Task, num_frozen: int, resting: Collection[int] = ()) -> None:
