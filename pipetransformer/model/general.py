@@ -291,7 +291,7 @@ def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | No
         if any(map(is_opaque, tensors)):  # Their kernels may be others where a gradient is due.
             answer = model(**given, **shown.labels, **shown.keywords)
         # A loop may read any output, known or not.
-        read, is_known = _reading(answer, output_of if loop is None else None)
+        read, is_known = (output_of, True) if loop is None else _reading(answer)
         expected = read(answer)
         for row in shown.recording.rows:
             own = make(row, example={})
@@ -314,22 +314,18 @@ def _in_parts(shown: _Shown, loop: LoopUse | None) -> tuple[CutForward, str | No
 _ROUNDING = 1e-3
 
 
-def _reading(
-    answer: Any, read: Callable[[Any], Tensor] | None
-) -> tuple[Callable[[Any], Tensor], bool]:
+def _reading(answer: Any) -> tuple[Callable[[Any], Tensor], bool]:
     """Return what takes outputs out of an answer, and whether it is known what they are."""
     try:
-        (read or output_of)(answer)
+        output_of(answer)
     except TypeError:
-        if read is not None:
-            raise
         return joined_outputs, False
-    return read or output_of, True
+    return output_of, True
 
 
 def _refuse_cache(model: nn.Module, given: Mapping[str, Any], answer: Any) -> None:
     """Raise a ValueError where keys and values that are kept for more tokens change the answer."""
-    read, _ = _reading(answer, None)
+    read, _ = _reading(answer)
     with watched(model):  # As it was recorded, or other kernels might run.
         one, other = read(model(**given)), read(answer)
     if one.shape == other.shape and not torch.equal(one, other):

@@ -25,7 +25,7 @@ Read: TypeAlias = Callable[[Any], Tensor]
 """Takes the outputs out of a model's answer."""
 
 
-def run_through(own: CutForward, given: Entries, read: Read = output_of) -> Tensor:
+def run_through(own: CutForward, given: Entries, read: Read) -> Tensor:
     """Return the answer of all parts, one after the other, in eval mode."""
     own.forget()
     hidden = own.below(given, training=False)
@@ -47,7 +47,7 @@ def joined_outputs(answer: Any, kept: Tensor | None = None) -> Tensor:
     return torch.cat([t.detach().double().flatten() for t in found])
 
 
-def read_for_shape(own: CutForward, given: Entries, read: Read = output_of) -> dict[str, Tensor]:
+def read_for_shape(own: CutForward, given: Entries, read: Read) -> dict[str, Tensor]:
     """Return the floating inputs of which blocks and head use the shape alone."""
     return {
         name: entry

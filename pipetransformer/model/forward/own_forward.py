@@ -246,9 +246,9 @@ class CutForward:
                     f"{('N', *shape)}: give all samples one shape"
                 )
         visited = self._visited(self._below, entries, training=training)
-        if not self.row.learned:
-            self._keep(entries, training, visited)
-        return self._samples_first(self.row.calls[0].hidden_in(visited[0]))
+        hidden = self._samples_first(self.row.calls[0].hidden_in(visited[0]))
+        self._keep(visited, self._sides(entries), hidden, training=training)
+        return hidden
 
     def _samples_first(self, hidden: Tensor) -> Tensor:
         """Exchange the model's order of dimensions and that between sublayers; either way."""
@@ -319,17 +319,17 @@ class CutForward:
         # Hollow layers may draw for their dropout: blocks must not notice who has asked for them.
         with torch.random.fork_rng(devices):
             visited = self._visited(self._above, given, training=training)
-        own = [c.given(one, None) for c, one in zip(self.row.calls, visited, strict=True)]
-        if self.row.learned:  # Each block's backward goes down to them by itself.
-            return own[index]
-        self._kept = _Kept(sides, _state(hidden.device, len(hidden), training), own)
-        return own[index]
+        return self._keep(visited, sides, hidden, training=training)[index]
 
-    def _keep(self, entries: Entries, training: bool, visited: list[Arguments]) -> None:
-        hidden = self._samples_first(self.row.calls[0].hidden_in(visited[0]))
+    def _keep(
+        self, visited: list[Arguments], sides: Entries, hidden: Tensor, *, training: bool
+    ) -> list[Arguments]:
+        """Return what blocks were given, without hidden states, and keep it for those to come."""
         own = [c.given(one, None) for c, one in zip(self.row.calls, visited, strict=True)]
-        state = _state(hidden.device, len(hidden), training)
-        self._kept = _Kept(self._sides(entries), state, own)
+        # Each block's backward goes down to what is learned by itself.
+        if not self.row.learned:
+            self._kept = _Kept(sides, _state(hidden.device, len(hidden), training), own)
+        return own
 
     def forget(self) -> None:
         """Let go of the last micro-batch."""

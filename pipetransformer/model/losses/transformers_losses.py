@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopipe.loss import Loss, LossFunction, LossValue, mean_of, sum_over_targets
+from autopipe.loss import (
+    Loss,
+    LossFunction,
+    LossValue,
+    mean_of,
+    sum_and_count,
+    sum_over_targets,
+)
 from pipetransformer.model.forward import Entries, output_of
 from pipetransformer.model.losses.word_head import UnreadLogits
 from pipetransformer.model.modules import qualified_name, unwrapped
@@ -48,7 +55,7 @@ def own_loss(model: nn.Module, config: Any, answer: Any, output: Tensor, target:
     near: list[tuple[float, Loss]] = []
     for loss in _candidates(config, output, target):
         try:
-            total, count = as_pair(loss(output, target), len(output))
+            total, count = sum_and_count(loss(output, target), len(output))
         except (IndexError, RuntimeError, ValueError):
             continue  # Of another task: the shapes do not fit.
         mean = mean_of(float(total), float(count))
@@ -63,11 +70,6 @@ def own_loss(model: nn.Module, config: Any, answer: Any, output: Tensor, target:
         f"whose parts would add up{why}: switch off what it adds in its configuration, such as "
         "output_router_logits, or give loss_fn="
     )
-
-
-def as_pair(value: LossValue, num_samples: int) -> tuple[Any, Any]:
-    """Return a loss's value as (sum, count)."""
-    return value if isinstance(value, tuple) else (value * num_samples, num_samples)
 
 
 def _candidates(config: Any, output: Tensor, target: Any) -> list[Loss]:

@@ -257,16 +257,13 @@ def word_head(
     if logits.shape != (*shapes[0][:2], linear.out_features):
         return None
     scales = [one for scale in _numbers(config, _SCALES) for one in (scale, 1 / scale)]
-    heads = [WordHead(linear, *one) for one in product([1.0, *scales], _bounds(config))]
+    caps = [None, *_numbers(config, _CAPS)]
+    heads = [WordHead(linear, *one) for one in product([1.0, *scales], caps)]
     gaps = [float((logits - head.bounded(row.clone())).abs_().max()) for head in heads]
     # The nearest: in low precision another may be near, too.
     least = min(range(len(heads)), key=gaps.__getitem__)
     allowed = 1e-5 if row.dtype in (torch.float32, torch.float64) else 1e-2
     return heads[least] if gaps[least] <= allowed * float(logits.abs().max()) else None
-
-
-def _bounds(config: Any) -> list[float | None]:
-    return [None, *_numbers(config, _CAPS)]
 
 
 def _numbers(config: Any, names: tuple[str, ...]) -> list[float]:
