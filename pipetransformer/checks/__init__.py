@@ -9,6 +9,7 @@ optimizer_trial  whether an optimizer updates the same in parts
 rank_checks      whether all ranks were given the same
 sample_faults    which sample was at fault, once something has failed
 sublayer_probe   how sublayers treat two samples
+attribute_memory what they keep from call to call
 verification     the model's own forward beside its layers, on twins, by rank 0
 verified_steps   a plain loop beside pipelines, on all ranks
 """

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autocache import chain_hash
@@ -91,75 +89,3 @@ def _unregistered(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, Tenso
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     plain = ((n, t) for n, t in tensors if not t.is_meta and not t.is_sparse)
     return f"{chain_hash(0, plain, mode=''):x}"
-
-
-Place: TypeAlias = tuple[nn.Module | None, str]
-"""The module that holds something, however deep, and the attribute's name."""
-Kept: TypeAlias = dict[Place, tuple[tuple[float, ...], list[Tensor]]]
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """Hold the numbers, and the tensors with their versions, that a module and its parts keep."""
-
-    numbers: dict[Place, tuple[float, ...]]
-    tensors: list[tuple[Place, Tensor, int]]
-
-    def is_as(self, other: Remembered) -> bool:
-        """Return whether both hold the same, with nothing written into tensors in between."""
-        # By identity: `==` would compare the tensors' elements.
-        mine, its = ([(id(t), version) for _, t, version in one.tensors] for one in (self, other))
-        return mine == its and self.numbers == other.numbers
-
-    def copied(self) -> Kept:
-        """Copy numbers and tensors as they are now; tensors without plain memory are left out.
-
-        Parameters are, too: whoever keeps one in an attribute does not own it.
-        """
-        copies: Kept = {place: (numbers, []) for place, numbers in self.numbers.items()}
-        for place, tensor, _ in self.tensors:
-            if _is_plain(tensor) and not isinstance(tensor, nn.Parameter):
-                copies.setdefault(place, ((), []))[1].append(tensor.detach().clone())
-        return copies
-
-    def put_numbers_back(self) -> None:
-        """Give plain attributes of modules the numbers that they had."""
-        for (module, name), (number, *_) in self.numbers.items():
-            if module is not None and isinstance(vars(module).get(name), (int, float)):
-                setattr(module, name, number)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own for each element."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    # A number that stands for many cannot be written, and a copy would spell it out.
-    return tensor.numel() < 2 or any(tensor.stride())
-
-
-def remembered(holder: Any, *, with_buffers: bool = False) -> Remembered:
-    """Return what a module and its parts keep in attributes, or what a function holds."""
-    values: list[tuple[Place, Any]] = [((None, ""), holder)]
-    if isinstance(holder, nn.Module):
-        values = [
-            ((part, name), value)
-            for part in holder.modules()
-            for name, value in {
-                **attributes_of(part),
-                **(part._buffers if with_buffers else {}),
-            }.items()
-        ]
-    numbers: dict[Place, tuple[float, ...]] = {}
-    tensors: list[tuple[Place, Tensor, int]] = []
-    for place, value in values:
-        several = [*held(value)]
-        # A NaN equals nothing, and is left out.
-        if plain_numbers := tuple(x for x in several if isinstance(x, (int, float)) and x == x):
-            numbers[place] = plain_numbers
-        # Reading the version of an inference tensor is an error.
-        tensors += [
-            (place, one, -1 if one.is_inference() else one._version)
-            for one in several
-            if isinstance(one, Tensor)
-        ]
-    return Remembered(numbers, tensors)

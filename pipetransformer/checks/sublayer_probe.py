@@ -25,7 +25,7 @@ from autocache import fingerprint
 from autopipe.loss import refuse_split
 from autopipe.profile import left_as_found
 from autopipe.random_state import plain_random_state, random_state
-from pipetransformer.checks.rank_checks import Kept, Place, Remembered, remembered
+from pipetransformer.checks.attribute_memory import AttributeMemory, find_change
 from pipetransformer.checks.twins import differ
 from pipetransformer.feed import Batch, find_changed, own_random_numbers, part_of, seed_plainly
 from pipetransformer.measure import held_on
@@ -134,15 +134,15 @@ class SublayerProbe:
     def _try_loss(self, output: Tensor, target: Any) -> None:
         """Refuse a loss that depends on how a batch is split, or counts its calls."""
         loss = self.task.loss_fn
-        before = remembered(loss.function, with_buffers=True)
+        before = AttributeMemory.of(loss.function, with_buffers=True)
         refuse_split(loss, output, target)
-        once = remembered(loss.function, with_buffers=True)
+        once = AttributeMemory.of(loss.function, with_buffers=True)
         if once.is_as(before):
             return
         # What is set once, as a size, does no harm: only a second change counts calls.
-        copies = once.copied()
+        copies = once.copy()
         refuse_split(loss, output, target)
-        change = _change(remembered(loss.function, with_buffers=True).copied(), copies)
+        change = find_change(AttributeMemory.of(loss.function, with_buffers=True).copy(), copies)
         if change is not None:
             raise ValueError(
                 f"the loss {loss.name!r} changes a {change[1]} that it holds in every call; here "
@@ -159,7 +159,7 @@ class SublayerProbe:
                 hidden = hidden.detach().requires_grad_(trains and hidden.is_floating_point())
             with self._lent(index, training=True) as found:
                 before, plain = random_state(self.device), plain_random_state()
-                had = remembered(sublayer.module)
+                had = AttributeMemory.of(sublayer.module)
                 output = self._call(index, hidden, batch)
                 if not self.is_random and random_state(self.device) != before:
                     self.is_random = _random_part(sublayer.name, sublayer.module)
@@ -182,7 +182,7 @@ class SublayerProbe:
             hidden = output.detach()
 
     def _refuse_memory(
-        self, index: int, value: Tensor | Batch, batch: Batch, had: Remembered
+        self, index: int, value: Tensor | Batch, batch: Batch, had: AttributeMemory
     ) -> None:
         """Refuse a sublayer whose output depends on earlier inputs, or that counts its calls.
 
@@ -192,7 +192,7 @@ class SublayerProbe:
             had: what it kept before its first call.
         """
         sublayer = self.task.model.sublayers[index]
-        if remembered(sublayer.module).is_as(had):
+        if AttributeMemory.of(sublayer.module).is_as(had):
             return
         outputs, copies = [], []
         for samples in (slice(None), slice(0, 1), slice(None)):
@@ -202,10 +202,10 @@ class SublayerProbe:
                 seed_plainly(0)
                 part = part_of(value, samples), part_of(batch, samples)
                 outputs.append(self._call(index, *part).detach())
-                copies.append(remembered(sublayer.module).copied())
+                copies.append(AttributeMemory.of(sublayer.module).copy())
         # Training starts from the model as it was given.
         had.put_numbers_back()
-        change = _change(copies[2], copies[0])
+        change = find_change(copies[2], copies[0])
         if self._differ(outputs[2], outputs[0]) and (change is None or change[1] != "number"):
             raise ValueError(
                 f"sublayer {sublayer.name!r} gives another output in training once other samples "
@@ -338,28 +338,6 @@ def _as_it_is(tensor: Tensor) -> _Was:
     if tensor.nbytes > _MOST_COPIED_BYTES:
         return fingerprint([tensor])
     return tensor.detach().clone()
-
-
-def _change(now: Kept, before: Kept) -> tuple[Place, str] | None:
-    """Return where a number or one of as many tensors has another value, and which it is."""
-    for place in now.keys() | before.keys():
-        (numbers, tensors), (had, old) = now.get(place, ((), [])), before.get(place, ((), []))
-        if numbers != had:
-            return place, "number"
-        # A list that grows, as a history does, counts no calls.
-        if len(tensors) == len(old) and any(map(_is_other, tensors, old)):
-            return place, "tensor"
-    return None
-
-
-def _is_other(now: Tensor, old: Tensor) -> bool:
-    """Return whether a tensor of the same shape has other values, but for rounding."""
-    if now.shape != old.shape or now.dtype != old.dtype or old.numel() == 0:
-        return False
-    if not old.is_floating_point():
-        return not torch.equal(now, old)
-    allowed = 64 * torch.finfo(old.dtype).eps * float(old.nan_to_num().abs().max())
-    return float((now - old).nan_to_num().abs().max()) > allowed
 
 
 def _random_part(name: str, sublayer: nn.Module) -> str:
