@@ -29,7 +29,6 @@ from pipetransformer.model.forward import (
     ForwardFailedError,
     NoRowError,
     Recording,
-    forward_parameters,
     gathering_nothing,
     gathers,
     has_own_forward,
@@ -43,7 +42,9 @@ from pipetransformer.model.forward import (
     record,
     router_rows,
     run_through,
+    split_batch,
     watched,
+    without_cache,
 )
 from pipetransformer.model.layered_model import LayeredModel, row_of
 from pipetransformer.model.losses import WordHead, own_loss_of, word_head
@@ -90,20 +91,24 @@ class _Shown:
 
     Args:
         inputs: entries that the forward takes, the main one first.
-        labels: entries of its loss; `targets` names them, or what would be.
+        labels: entries of its loss.
         keywords: what it is given beside entries.
     """
 
     model: nn.Module
     inputs: Entries
     labels: Entries
-    targets: tuple[str, ...]
     keywords: Mapping[str, Any]
     recording: Recording
 
     @property
     def config(self) -> Any:
         return getattr(unwrapped(self.model), "config", None)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Name the labels, or what would be one."""
+        return tuple(self.labels) or names_of(self.model).targets[:1]
 
 
 def present(
@@ -138,8 +143,7 @@ def present(
         layered = on_short_first(model, batch, partial(show, loop=quiet))
     row, device = row_of(layered), next(model.parameters()).device
     given = {name: batch[name].to(device) for name in layered.inputs if name in batch}
-    keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
-    run = partial(model, **{**keywords, **loop.constants})
+    run = partial(model, **{**without_cache(model), **loop.constants})
     layered.row = replace(row, routers=router_rows(model, row, run, given))
     return layered
 
@@ -216,20 +220,15 @@ def _run_once(
     model: nn.Module, batch: Entries, loss_fn: LossFunction | None, loop: LoopUse | None
 ) -> _Shown:
     """Run the forward on a batch; on its labels, too, where the loss may be the model's own."""
-    names, use = names_of(model), loop or LoopUse()
-    takes_cache = "use_cache" in forward_parameters(model)
-    keywords = {**({"use_cache": False} if takes_cache else {}), **use.constants}
-    device = next((parameter.device for parameter in model.parameters()), None)
-    batch = {name: entry.to(device) for name, entry in batch.items()}
-    inputs = {name: batch[name] for name in (*names.inputs, *use.needs) if name in batch}
-    targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
-    labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
+    use, cacheless = loop or LoopUse(), without_cache(model)
+    keywords = {**cacheless, **use.constants}
+    inputs, labels = split_batch(model, batch, needs=use.needs)
     # Not in a loop: a model that makes its inputs of labels must be found to fail without.
     known = {**inputs, **(labels if loss_fn is None else {})}
     recording = _recorded(model, known, keywords)
-    if takes_cache:
+    if cacheless:
         _refuse_cache(model, {**known, **use.constants}, recording.answer)
-    return _Shown(model, inputs, labels, targets, keywords, recording)
+    return _Shown(model, inputs, labels, keywords, recording)
 
 
 _IN_LOOPS = (

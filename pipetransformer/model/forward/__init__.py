@@ -22,6 +22,8 @@ from pipetransformer.model.forward.entry_names import (
     Read,
     forward_parameters,
     names_of,
+    split_batch,
+    without_cache,
 )
 from pipetransformer.model.forward.own_forward import (
     CutForward,
@@ -61,5 +63,6 @@ __all__ = [
     "answer_of", "are_equal", "block_lists", "forward_parameters", "gathering_nothing",
     "gathers", "half_padded", "has_own_forward", "holds_block", "joined_outputs", "names_of",
     "of_each", "on_short_first", "output_of", "padding_mask", "read_for_shape", "record",
-    "refuse_unknown", "router_rows", "run_through", "tensors_of", "watched",
+    "refuse_unknown", "router_rows", "run_through", "split_batch", "tensors_of", "watched",
+    "without_cache",
 ]  # fmt: skip

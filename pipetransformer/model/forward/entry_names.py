@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipetransformer.model.forward.own_forward import Entries
 from pipetransformer.model.modules import unwrapped
@@ -45,3 +45,23 @@ def forward_parameters(model: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(unwrapped(model).forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the keyword by which a forward keeps no keys and values for more tokens, if any."""
+    return {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+
+
+def split_batch(
+    model: nn.Module, batch: Entries, *, needs: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the inputs of a forward, and the labels that it takes, beside the model's weights.
+
+    Args:
+        needs: labels without which the forward does not run, so that they are inputs, too.
+    """
+    names, device = names_of(model), next((p.device for p in model.parameters()), None)
+    batch = {name: entry.to(device) for name, entry in batch.items()}
+    inputs = {name: batch[name] for name in (*names.inputs, *needs) if name in batch}
+    takes = names.targets if names.targets != ("y",) else ()
+    return inputs, {name: batch[name] for name in takes if name in batch}

@@ -27,9 +27,10 @@ from pipetransformer.model.forward import (
     Reads,
     Row,
     are_equal,
-    forward_parameters,
     names_of,
     output_of,
+    split_batch,
+    without_cache,
 )
 from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
 from pipetransformer.model.losses import own_loss_of
@@ -168,22 +169,18 @@ def adapt_parts(
     _, named = named_parts(model, parts)
     if model in named.values():
         raise ValueError("the part '' is the model itself, so that nothing would train")
-    names, device = names_of(model), next(model.parameters()).device
-    batch = {name: one.to(device) for name, one in read(names).items()}
-    keywords = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+    device, names = next(model.parameters()).device, names_of(model)
+    keywords, (inputs, labels) = without_cache(model), split_batch(model, read(names))
     freeze_modules(model, named.values())
 
     def run(given: Entries) -> Any:
         with computing_in(computes_in, device):
             return model(**given, **keywords)
 
-    inputs = {name: batch[name] for name in names.inputs if name in batch}
-    targets = tuple(name for name in names.targets if name in batch) or names.targets[:1]
-    labels = {name: batch[name] for name in targets if name in batch and targets != ("y",)}
     if labels and _reads_labels(model, run, inputs, labels):
         inputs |= labels  # As a decoder makes its inputs of them.
     trial = PartTrial(inputs, [inputs], run, is_counted=False)
-    shown = present_parts(model, named, trial, beside=targets)
+    shown = present_parts(model, named, trial, beside=tuple(labels) or names.targets[:1])
     _refuse_counted(shown)
     loss = None
     if labels and loss_fn is None:
