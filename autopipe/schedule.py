@@ -50,7 +50,7 @@ torchgpipe section 2; interleaving (Narayanan et al., Megatron-LM, 2021, section
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -58,7 +58,7 @@ from itertools import accumulate
 
 __all__ = [
     "Instruction", "Op", "SCHEDULES", "Schedule", "StageProgram", "StageWorkers", "draw",
-    "forward_only", "gpipe", "interleaved", "micro_batch_sizes", "named_rows", "one_f_one_b",
+    "forward_only", "gpipe", "interleaved", "micro_batch_sizes", "one_f_one_b",
     "peak_in_flight", "replicated_one_f_one_b", "schedule_of", "split_at_first_backward",
     "split_evenly", "unflushed",
 ]  # fmt: skip
@@ -348,18 +348,16 @@ def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
         " | ".join(" ".join(cell.ljust(width) for cell in row) for row in rows)
         for rows in zip(*grids, strict=True)
     ]
-    return named_rows(dict(zip(workers.names(), rows, strict=True)))
+    names = workers.names()
+    longest = max(map(len, names))
+    lines = (f"{name:{longest}}  {row}" for name, row in zip(names, rows, strict=True))
+    return "\n".join(map(str.rstrip, lines))
 
 
 def workers_of(schedule: Schedule, replicas: Sequence[int] | None = None) -> StageWorkers:
     """Return the workers of a schedule, of which stages have `replicas`; None for one each."""
     num_chunks = 1 + max((ins.chunk for program in schedule for ins in program), default=0)
     return StageWorkers(tuple(replicas or (1,) * len(schedule)), num_chunks)
-
-
-def named_rows(rows: Mapping[str, str]) -> str:
-    width = max(map(len, rows), default=0)
-    return "\n".join(f"{name.ljust(width)}  {row}".rstrip() for name, row in rows.items())
 
 
 def _place(schedule: Schedule, workers: StageWorkers) -> list[list[str]]:

@@ -249,10 +249,6 @@ def _attended_backward(
     return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _mv(matrix: Tensor, vector: Tensor) -> int:
-    return 2 * matrix.numel()
-
-
 def _trilinear(*args: Any, **named: Any) -> int:
     """Count a bilinear form of three tensors, and the dimensions to insert into each."""
     shapes = []
@@ -270,5 +266,5 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attended,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attended_backward,
     _aten._trilinear: _trilinear,
-    _aten.mv: _mv,
+    _aten.mv: lambda matrix, vector: 2 * matrix.numel(),
 }

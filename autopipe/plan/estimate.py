@@ -187,17 +187,13 @@ class StepModel:
             step     fetch t | computes t ........... | waits | fetch t + 1 | computes t + 1
             thread             reads t + 1 .................. |               reads t + 2
         """
-        fetch_s = self.fetch_s(sizes, len(split) - 1)
+        request, length = self.request, len(split) - 1
+        fetch_s, ahead_s = self.fetch_s(sizes, length), 0.0
+        if request.prefix_cached_s is not None and request.prefix_read_ahead:
+            ahead_s = request.prefix_cached_s * sum(sizes) / request.workers_of(length)[0]
         alone_s = self.simulation(schedule, sizes, split).step_s + self._outside_schedule_s(split)
-        waits_s = max(0.0, fetch_s + self._ahead_s(sizes, len(split) - 1) - alone_s)
+        waits_s = max(0.0, fetch_s + ahead_s - alone_s)
         return alone_s + waits_s, fetch_s + waits_s
-
-    def _ahead_s(self, sizes: tuple[int, ...], length: int) -> float:
-        """Return the seconds of reading the next step's rows, for each worker of stage 0."""
-        request = self.request
-        if request.prefix_cached_s is None or not request.prefix_read_ahead:
-            return 0.0
-        return request.prefix_cached_s * sum(sizes) / request.workers_of(length)[0]
 
     def simulation(
         self, schedule: str, sizes: tuple[int, ...], split: tuple[int, ...]

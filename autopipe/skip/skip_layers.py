@@ -85,7 +85,12 @@ def _complete(layer: Skippable, result: Any) -> Any:
     done: set[tuple[str, str]] = set()
     try:
         if isinstance(result, types.GeneratorType):
-            result = _drive(layer, result, done)
+            forward, answer = result, None
+            try:
+                while True:
+                    answer = _serve(layer, forward.send(answer), done)
+            except StopIteration as stop:
+                result = stop.value
         if missing := [
             f"{skip[0]} {skip[1]!r}" for skip in layer.declared_skips if skip not in done
         ]:
@@ -98,17 +103,6 @@ def _complete(layer: Skippable, result: Any) -> Any:
                 _current_store().pop(layer.skip_key(name), None)
         raise
     return result
-
-
-def _drive(
-    layer: Skippable, forward: types.GeneratorType[Any, Any, Any], done: set[tuple[str, str]]
-) -> Any:
-    try:
-        command = next(forward)
-        while True:
-            command = forward.send(_serve(layer, command, done))
-    except StopIteration as stop:
-        return stop.value
 
 
 def _serve(layer: Skippable, command: Any, done: set[tuple[str, str]]) -> Tensor | None:
