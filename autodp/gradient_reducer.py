@@ -134,8 +134,8 @@ class GradientReducer:
     Args:
         parameters: the stage's trainable parameters in forward order; the same on every replica.
         bucket_bytes: gradients are summed in vectors of about this size.
-        tables: parameters, (rows, width) on the CPU, of whose rows a batch touches few; the same
-            on every replica. Only rows that any replica has touched are summed.
+        tables: parameters, (rows, width) on the CPU; the same on every replica. A batch touches
+            few of their rows, and only rows that any replica has touched are summed.
         on_one_node: whether the replicas may share memory; the same on all of them.
         watch: over NCCL, is told of each wait of the stream, and limits it.
     Attributes:

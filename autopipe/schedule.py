@@ -355,7 +355,7 @@ def draw(*schedules: Schedule, replicas: Sequence[int] | None = None) -> str:
 
 
 def workers_of(schedule: Schedule, replicas: Sequence[int] | None = None) -> StageWorkers:
-    """Return the workers of a schedule, of which stages have `replicas`; None for one each."""
+    """Return a schedule's workers; its stages have `replicas` each, None for one."""
     num_chunks = 1 + max((ins.chunk for program in schedule for ins in program), default=0)
     return StageWorkers(tuple(replicas or (1,) * len(schedule)), num_chunks)
 

@@ -62,7 +62,7 @@ def apply(
         the names of all frozen parameters up to the last frozen layer, yours included.
     Raises:
         TypeError: `num_frozen` is no whole number.
-        ValueError: there are not so many layers, or none were found; they are not the model's, or
+        ValueError: there are fewer layers, or none were found; they are not the model's, or
             not in its order; or the model is wrapped or flattened. Nothing has changed then.
     """
     _refuse_wrapped(model)
@@ -147,7 +147,7 @@ def frozen_in_place(model: nn.Module) -> dict[str, nn.Parameter]:
 def thawed_by(
     model: nn.Module, num_frozen: int, *, layers: Sequence[nn.Module]
 ) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that `apply` would thaw if it froze so many layers."""
+    """Return by name the parameters that `apply` would thaw, given `num_frozen`."""
     staying = _bottom(model, layers, num_frozen).freezing
     return {name: p for name, p in frozen_in_place(model).items() if p not in staying}
 
@@ -330,7 +330,7 @@ def _frozen_by_us(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _freeze_only(model: nn.Module, wanted: set[nn.Parameter]) -> bool:
-    """Freeze these parameters, thaw others that `apply` froze; tell whether any changed."""
+    """Freeze these parameters, thaw others that `apply` froze; return whether any changed."""
     owners, before = _owners(model), _frozen_by_us(model)
     freezing = {p for p in wanted if p.requires_grad}
     for p in freezing:
@@ -398,7 +398,7 @@ def _kept_in_eval(model: nn.Module) -> dict[nn.Module, tuple[int, _StayInEval]]:
 
 
 def _keep_in_eval(model: nn.Module, wanted: set[nn.Module]) -> bool:
-    """Put modules into eval mode while they are frozen; tell whether any changed.
+    """Put modules into eval mode while they are frozen; return whether any changed.
 
     Each has its own hook, as a block may be a list whose members are called one by one. A compiled
     module needs none: its mode is that of the module it wraps.

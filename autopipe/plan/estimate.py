@@ -155,7 +155,7 @@ class StepModel:
         return cost
 
     def _again_bytes(self, size: int) -> Callable[[int, int], float]:
-        """Return what tells the bytes that the forwards of a stage take while they run again."""
+        """Return the function that counts what a stage's forwards take while they run again."""
         if not any(self._repeats):
             return lambda first, last: 0.0
         if size not in self._most_again:

@@ -294,7 +294,7 @@ def _split_all(
 
 
 def _split(model: StepModel, sizes: tuple[int, ...], length: int) -> tuple[list[_Candidate], bool]:
-    """Split a shape for each schedule; tell whether memory keeps all from the fastest split."""
+    """Split a shape for each schedule; say whether memory keeps all from the fastest split."""
     work_s, limit = model.work_s(sizes, length), model.request.memory_limit_bytes
     # The same for all schedules, and most often it fits the memory.
     unlimited = best_split(model.num_units, length, work_s)

@@ -234,7 +234,7 @@ def _refuse_module_hooks(model: LayeredModel) -> None:
 
 
 def refuse_untrained(task: Task) -> None:
-    """Raise a ValueError for a model of which no parameter trains: no step would change it."""
+    """Raise a ValueError for a model without a trained parameter: no step would change it."""
     if not task.trainable:
         raise ValueError(
             f"no parameter of this {type(task.model.model).__name__} needs a gradient: call "

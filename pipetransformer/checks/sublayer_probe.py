@@ -36,7 +36,7 @@ from pipetransformer.stage import written_text
 _KINDS = (ValueError, IndexError, TypeError, RuntimeError)
 """Errors that keep their class where a sublayer's name is added."""
 _MOST_COPIED_BYTES = 1 << 20
-"""Of a tensor that is copied to be put back; of a larger one it is seen alone that it changed."""
+"""Of a tensor that is copied to be put back; a larger one is only seen to have changed."""
 _Was: TypeAlias = Tensor | int
 
 

@@ -391,7 +391,7 @@ def _verify_locally(
 
 def _probed(task: Task, batch: Batch, dtype: torch.dtype) -> str:
     """Say what a look at each sublayer, and at the loss, has found, or ""."""
-    # A new Loss: one that is marked as exact would not be tried.
+    # A new Loss, as an exact one would not be tried.
     task = replace(task, loss_fn=Loss(task.loss_fn.function))
     try:
         SublayerProbe(task, torch.device("cpu"), batch, dtype=dtype).run()

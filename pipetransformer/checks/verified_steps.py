@@ -82,7 +82,7 @@ def compare_steps(
 def _plans(task: Task, world: World, num_samples: int) -> Iterator[PipelinePlan]:
     """Yield the pipelines to verify, with unequal micro-batches where they can be."""
     count, recomputes = len(task.model.sublayers), task.config.activation_checkpointing is True
-    # Parts, and the rest, are run by the model's own forward, of which one rank holds all.
+    # Parts, and the rest, are run by the model's own forward, which is on one rank as a whole.
     most = 1 if task.model.parts else count
     possible = [length for length in world.lengths if length <= most]
     for length in (max(possible), min(possible), max(possible)):

@@ -2,7 +2,7 @@
 
 registry: which way shows a model ──┬─► adapters: by hand, for known classes
                                     ├─► general: any model with a row of blocks
-                                    └─► parts: any model of which modules are frozen
+                                    └─► parts: any model with frozen modules
 layered_model: a row of sublayers         training: task, optimizer, precision, compiled blocks
 losses: those that models compute         cut_sublayers: a model's own forward as sublayers
 forward: what a model does as it runs     modules: what a model holds, without running it

@@ -48,7 +48,7 @@ def joined_outputs(answer: Any, kept: Tensor | None = None) -> Tensor:
 
 
 def read_for_shape(own: CutForward, given: Entries, read: Read) -> dict[str, Tensor]:
-    """Return the floating inputs of which blocks and head use the shape alone."""
+    """Return the floating inputs whose shape is all that blocks and head use."""
     return {
         name: entry
         for name, entry in given.items()

@@ -216,7 +216,7 @@ class CutForward:
     Args:
         inputs: entries of a batch that the forward takes, the main one first.
         keywords: what the forward is given beside these.
-        example: entries of which blocks and head use the shape alone, such as images. Only the
+        example: entries whose shape is all that blocks and head use, such as images. Only the
             first part is given them, and all samples must have the example's shape.
     """
 

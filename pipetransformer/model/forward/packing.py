@@ -230,7 +230,7 @@ def tensors_of(flat: Mapping[str, Flat]) -> list[Tensor]:
 
 
 def of_each(tensors: Sequence[Tensor], num_samples: int) -> list[Tensor]:
-    """Return tensors of so many samples, where some are one for all."""
+    """Return tensors with an entry a sample, where some have one for all."""
     return [one.expand(num_samples, *one.shape[1:]) if len(one) == 1 else one for one in tensors]
 
 

@@ -73,12 +73,12 @@ class RouterRows:
     dtype: torch.dtype = torch.float32
 
     def of(self, depth: int) -> list[Router]:
-        """Return the routers of so many blocks."""
+        """Return the routers of the blocks below a depth."""
         return [one for one in self.routers if one.block < depth]
 
     @contextmanager
     def gathered(self, depth: int) -> Iterator[list[Tensor]]:
-        """Yield what will hold the logits of so many blocks' routers, in the blocks' order."""
+        """Yield a list that will hold the logits of these routers, in the blocks' order."""
         found: list[Tensor] = []
         with ExitStack() as stack:
             for one in self.of(depth):
@@ -92,12 +92,12 @@ class RouterRows:
         return torch.cat([hidden, *(one.reshape(*hidden.shape[:2], -1) for one in logits)], dim=-1)
 
     def hidden(self, rows: Tensor, depth: int) -> Tensor:
-        """Return the hidden state, (B, S, D), of rows of so many blocks."""
+        """Return the hidden state, (B, S, D), of rows of this depth."""
         width = rows.shape[-1] - sum(one.num_experts for one in self.of(depth))
         return rows[..., :width].to(self.dtype).contiguous()
 
     def tell(self, rows: Tensor, block: int, depth: int) -> None:
-        """Have the model gather what rows of so many blocks hold of one block's router."""
+        """Have the model gather what rows of this depth hold of one block's router."""
         end = rows.shape[-1]
         for one in reversed(self.of(depth)):
             if one.block == block:

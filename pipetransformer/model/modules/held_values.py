@@ -85,7 +85,7 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def marks_of(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return addresses and versions, of which one is another where a tensor was written to."""
+    """Return addresses and versions; one of them changes where a tensor is written to."""
     if not is_opaque(tensor):
         return [(tensor.data_ptr(), tensor._version)]
     # What is written through a wrapper counts for it alone.

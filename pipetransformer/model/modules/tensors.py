@@ -32,7 +32,7 @@ _LEAST_TABLE_BYTES = 1 << 20
 
 
 def large_embeddings(module: nn.Module, device: torch.device) -> list[nn.Embedding]:
-    """Return the embeddings of which replicas sum only the gradient's touched rows."""
+    """Return the embeddings whose gradients replicas sum by touched rows alone."""
     if device.type != "cpu":  # Finding the rows was never timed on a GPU.
         return []
     return [

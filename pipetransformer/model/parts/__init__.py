@@ -1,4 +1,4 @@
-"""Present a model of which any modules are frozen, by what these return.
+"""Present a model with any frozen modules, by what these return.
 
 parts_forward: its own forward, to rows and from rows ──► parts: how one forward ran
 named_parts: those that a user names                      └─► part_record: follows a forward

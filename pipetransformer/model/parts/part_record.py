@@ -122,7 +122,7 @@ class _Operations(TorchDispatchMode):
 
 @dataclass
 class Lists(TorchFunctionMode):
-    """Note of which tensors values are taken past torch's operators."""
+    """Note the tensors whose values are taken past torch's operators."""
 
     note: Callable[[Tensor], None]
 

@@ -1,4 +1,4 @@
-"""Present a model of which modules are frozen, whatever they are, by how one forward ran.
+"""Present a model with frozen modules, whatever they are, by how one forward ran.
 
     part      the modules, and frozen tensors that are read before them    layer 0
     rest      everything else; no tensors of it are named here             layer 1
@@ -292,7 +292,7 @@ def _alone(
     # Any: behind the parts it is of no matter.
     with suppress(Exception), own.listening():
         run(entries)
-    # One that has nothing for a part may leave it out.
+    # A sample that has nothing for a part may leave it out.
     return {n: own.answers[n] for n in own.parts} if own.is_reached else None
 
 

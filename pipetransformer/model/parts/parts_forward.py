@@ -1,4 +1,4 @@
-"""Present a model of which named parts are frozen, to be trained on one stage.
+"""Present a model with frozen, named parts, to be trained on one stage.
 
     parts    the model's own forward up to its last part     layer 0, frozen
     rest     its own forward, whole, with rows for parts     layer 1
@@ -47,8 +47,8 @@ class PartsForward:
     Args:
         row: of the parts.
         keywords: what the forward is given beside entries.
-        hollow: entries, (N, ...), of which the rest uses the shape alone, such as images. All
-            samples must have their shape.
+        hollow: entries, (N, ...), whose shape is all that the rest uses, such as images'. All
+            samples must have it.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class CompiledBlocks:
         self._forwards: dict[Any, Callable[..., Any]] = {}
 
     def of(self, indices: Iterable[int]) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context in which blocks among sublayers run compiled, by whomever called.
+        """Return a context in which blocks among sublayers run compiled, whoever calls them.
 
         It holds for which parameters need gradients now.
         """
