@@ -167,9 +167,10 @@ def build_parts(
         saved["loss_scale"] = deployment.loss_scale
     state = RunState(task, world, elastic=elastic, parts=saved, optimizer=traits)
     checks = RunChecks(
-        task,
-        world,
-        (feed, evaluator.feed),
+        task=task,
+        world=world,
+        feed=feed,
+        evaluated=evaluator.feed,
         # The loss that the model itself returns is not smoothed.
         loss_fn=task.loss_fn if config.label_smoothing else loss_fn,
         optimizer=traits.settings,

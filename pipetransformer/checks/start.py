@@ -52,6 +52,7 @@ class Findings:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
 class RunChecks:
     """Refuse what would train wrongly. All methods but `naming_bad` are collective.
 
@@ -62,19 +63,13 @@ class RunChecks:
         caches: whether frozen layers' outputs may be cached.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        world: World,
-        feeds: tuple[SampleFeed, SampleFeed | None],
-        *,
-        loss_fn: LossFunction | None,
-        optimizer: str,
-        caches: bool,
-    ) -> None:
-        self._task, self._world, self._loss_fn = task, world, loss_fn
-        self._feed, self._evaluated = feeds
-        self._optimizer, self._caches = optimizer, caches
+    task: Task
+    world: World
+    feed: SampleFeed
+    evaluated: SampleFeed | None
+    loss_fn: LossFunction | None
+    optimizer: str
+    caches: bool
 
     def check(self, coming: BatchForecast, *, trains: bool) -> Findings:
         """Compare ranks, read samples, and run two of them through the sublayers.
@@ -85,19 +80,19 @@ class RunChecks:
         Raises:
             ValueError: on every rank: what would train wrongly, and what to do.
         """
-        task, world, feed, evaluated = self._task, self._world, self._feed, self._evaluated
+        task, world, feed, evaluated = self.task, self.world, self.feed, self.evaluated
         if trains:
             refuse_untrained(task)
         data = {"train_dataset": feed.samples}
         if evaluated is not None:
             data["eval_dataset"] = evaluated.samples
-        refuse_differing_ranks(task, world, optimizer=self._optimizer, data=data)
-        if self._caches:
+        refuse_differing_ranks(task, world, optimizer=self.optimizer, data=data)
+        if self.caches:
             feed.keeper.look_for_randomness()
         feed.keeper.warn_of_padding()
         coming.refuse_other_orders(world.group)
         verified = verify_recorded(
-            task, world, loss_fn=self._loss_fn, read=lambda: feed.read(torch.arange(2))
+            task, world, loss_fn=self.loss_fn, read=lambda: feed.read(torch.arange(2))
         )
         probe = probe_sublayers(task, world, feed.read)
         evaluates = task.config.evaluate_every_epochs or task.config.evaluate_every_steps
@@ -108,14 +103,14 @@ class RunChecks:
         return Findings(verified, probe.plainly_random, tuple(filter(None, warnings)))
 
     def _warnings(self, num_samples: int) -> Iterator[str]:
-        task = self._task
+        task = self.task
         yield about_large_batch(task.config, num_samples)
         yield about_low_weights(task.model.model)
-        yield about_momentum(task.config, self._optimizer, self._world.size)
-        if self._caches:
+        yield about_momentum(task.config, self.optimizer, self.world.size)
+        if self.caches:
             yield about_tied_weights(task)
             yield about_many_views(task.config)
-        yield about_full_float32(task.model.model, task.computes_in, self._world.device)
+        yield about_full_float32(task.model.model, task.computes_in, self.world.device)
 
     def verify(self, batch: Batch | None) -> Verification:
         """Compare what is trained with the model's own forward; the whole model is on rank 0.
@@ -123,23 +118,23 @@ class RunChecks:
         Args:
             batch: None takes the first samples of the training set.
         """
-        task, world = self._task, self._world
+        task, world = self.task, self.world
         if batch is None:
-            batch = self._feed.read(torch.arange(2 * max(2, world.size)))
-        return verify(task, world, model=task.model, loss_fn=self._loss_fn, batch=batch)
+            batch = self.feed.read(torch.arange(2 * max(2, world.size)))
+        return verify(task, world, model=task.model, loss_fn=self.loss_fn, batch=batch)
 
     def naming_first(self) -> AbstractContextManager[None]:
         """Name a bad sample among those that are read before the first step."""
         # The first are checked, and measuring reads from all over the data set.
-        num = len(self._feed.dataset)
-        apart = range(0, num, max(1, num // self._task.config.global_batch_size))
-        return self.naming_bad(self._feed, sorted({*range(min(_NUM_TRIED, num)), *apart}))
+        num = len(self.feed.dataset)
+        apart = range(0, num, max(1, num // self.task.config.global_batch_size))
+        return self.naming_bad(self.feed, sorted({*range(min(_NUM_TRIED, num)), *apart}))
 
     def naming_bad(
         self, feed: SampleFeed, ids: Iterable[int], *, where: str = "", tries: bool = True
     ) -> AbstractContextManager[None]:
         """Have an error name the sample that is to blame, if one of these is."""
-        model, loss = self._task.model, self._task.loss_fn
+        model, loss = self.task.model, self.task.loss_fn
 
         def compute(batch: Batch) -> object:
             return loss(model.run(batch), model.targets_of(batch))

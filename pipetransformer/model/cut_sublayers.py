@@ -6,17 +6,17 @@ from typing import final
 
 from torch import Tensor, nn
 
-from pipetransformer.model.forward import BesideBlocks, CutForward, output_of
+from pipetransformer.model.forward import CutForward, beside_blocks, output_of
 from pipetransformer.model.layered_model import Sublayer
 
 
 def cut_sublayers(model: nn.Module, own: CutForward) -> list[Sublayer]:
     """Return the embedding, the blocks and the head of a forward in parts."""
-    row, parts = own.row, BesideBlocks(model, own.row)
+    row = own.row
     sides = tuple(name for name in own.inputs if name not in own.shapes)
-    below = parts.of(row.below, row.called_below)
-    above = parts.of(row.above, row.called_above)
-    learned = parts.of(row.learned, frozenset()) if row.learned else None
+    below = beside_blocks(model, row, row.below, row.called_below)
+    above = beside_blocks(model, row, row.above, row.called_above)
+    learned = beside_blocks(model, row, row.learned, frozenset()) if row.learned else None
     blocks = [
         Sublayer(f"blocks.{i}", i, _Block(own, i, block, learned), sides, block)
         for i, block in enumerate(row.blocks)

@@ -6,7 +6,7 @@ dependence: what parts depend on           short_texts: to look at little
 routers, packing: what rows hold beside a hidden state, or in its place
 """
 
-from pipetransformer.model.forward.beside_blocks import BesideBlocks, holds_block
+from pipetransformer.model.forward.beside_blocks import beside_blocks, holds_block
 from pipetransformer.model.forward.dependence import (
     PADDING_MASK,
     are_equal,
@@ -57,12 +57,12 @@ from pipetransformer.model.forward.routers import ROUTERS, gathering_nothing, ga
 from pipetransformer.model.forward.short_texts import on_short_first
 
 __all__ = [
-    "Arguments", "BesideBlocks", "CutForward", "Entries", "EntryNames", "Flat",
-    "ForwardFailedError", "Left", "NoRowError", "PADDING_MASK", "Packing", "PartAnswer",
-    "ROUTERS", "Read", "Reads", "Recording", "Row", "TARGETS", "UnlikeAnswerError",
-    "answer_of", "are_equal", "block_lists", "forward_parameters", "gathering_nothing",
-    "gathers", "half_padded", "has_own_forward", "holds_block", "joined_outputs", "names_of",
-    "of_each", "on_short_first", "output_of", "padding_mask", "read_for_shape", "record",
+    "Arguments", "CutForward", "Entries", "EntryNames", "Flat", "ForwardFailedError", "Left",
+    "NoRowError", "PADDING_MASK", "Packing", "PartAnswer", "ROUTERS", "Read", "Reads",
+    "Recording", "Row", "TARGETS", "UnlikeAnswerError", "answer_of", "are_equal",
+    "beside_blocks", "block_lists", "forward_parameters", "gathering_nothing", "gathers",
+    "half_padded", "has_own_forward", "holds_block", "joined_outputs", "names_of", "of_each",
+    "on_short_first", "output_of", "padding_mask", "read_for_shape", "record",
     "refuse_unknown", "router_rows", "run_through", "split_batch", "tensors_of", "watched",
     "without_cache",
 ]  # fmt: skip

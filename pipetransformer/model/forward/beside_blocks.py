@@ -8,41 +8,35 @@ from pipetransformer.model.forward.recording import Row
 from pipetransformer.model.modules import named_tensors
 
 
-class BesideBlocks:
-    """Collect the modules and tensors outside of blocks that serve one sublayer."""
+def beside_blocks(
+    model: nn.Module, row: Row, names: frozenset[str], called: frozenset[nn.Module]
+) -> nn.Module:
+    """Collect what serves one sublayer outside of blocks: modules, and loose tensors.
 
-    def __init__(self, model: nn.Module, row: Row) -> None:
-        self._model, self._row = model, row
-        self._name_of = {id(t): n for n, t in named_tensors(model).items()}
+    Args:
+        names: of tensors, in the model.
+        called: modules without tensors count, too, if they are called.
+    """
+    holder, name_of = nn.Module(), {id(t): name for name, t in named_tensors(model).items()}
 
-    def of(self, names: frozenset[str], called: frozenset[nn.Module]) -> nn.Module:
-        """Return a module that holds the tensors of these names, and the modules called."""
-        holder = nn.Module()
-        self._hold(holder, self._model, "", names, called)
-        return holder
-
-    def _hold(
-        self,
-        holder: nn.Module,
-        module: nn.Module,
-        prefix: str,
-        names: frozenset[str],
-        called: frozenset[nn.Module],
-    ) -> None:
+    def hold(module: nn.Module, prefix: str) -> None:
         """Register the largest modules that serve this sublayer alone, and loose tensors."""
-        own = {self._name_of[id(t)] for t in named_tensors(module).values()}
-        if not holds_block(module, self._row) and own <= names and (own or module in called):
+        own = {name_of[id(t)] for t in named_tensors(module).values()}
+        if not holds_block(module, row) and own <= names and (own or module in called):
             holder.add_module(prefix, module)
             return
         for name, tensor in module._parameters.items():
-            if tensor is not None and self._name_of[id(tensor)] in names:
+            if tensor is not None and name_of[id(tensor)] in names:
                 holder.register_parameter(f"{prefix}{name}", tensor)
         for name, buffer in module._buffers.items():
-            if buffer is not None and self._name_of[id(buffer)] in names:
+            if buffer is not None and name_of[id(buffer)] in names:
                 holder.register_buffer(f"{prefix}{name}", buffer)
         for name, child in module._modules.items():
-            if child is not None and child not in self._row.blocks:
-                self._hold(holder, child, f"{prefix}{name}__", names, called)
+            if child is not None and child not in row.blocks:
+                hold(child, f"{prefix}{name}__")
+
+    hold(model, "")
+    return holder
 
 
 def holds_block(module: nn.Module, row: Row) -> bool:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from autopipe.loss import LossFunction
 from freeze.in_place import freeze_modules
 from pipetransformer.model.forward import (
-    BesideBlocks,
     Entries,
     Left,
     Read,
     Reads,
     Row,
     are_equal,
+    beside_blocks,
     names_of,
     output_of,
     split_batch,
@@ -239,7 +239,7 @@ def _layered(
 ) -> LayeredModel:
     """Return what `present_parts` has shown, as sublayers that run by themselves."""
     model, row, (below, above) = shown.model, row_of(shown), shown.sublayers
-    rest = BesideBlocks(model, row).of(read_by_rest, row.called_below | row.called_above)
+    rest = beside_blocks(model, row, read_by_rest, row.called_below | row.called_above)
     held = {id(t) for one in (below.module, rest) for t in named_tensors(one).values()}
     last = _Rest(own, rest)
     layered = LayeredModel(
