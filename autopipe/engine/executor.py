@@ -315,9 +315,11 @@ class StageRun:
         self._input_gradients[i] = (None,) * len(anchors)
         if roots is None:
             return
-        starts: Starts = [roots] if isinstance(roots, Tensor) else []
-        values = None
-        if not isinstance(roots, Tensor):
+        starts: Starts
+        values: list[Tensor] | None = None
+        if isinstance(roots, Tensor):
+            starts = [roots]
+        else:
             if self._links.above is None:
                 gradients = self._work.output_gradients(i)
             assert gradients is not None, "a backward before its gradient"

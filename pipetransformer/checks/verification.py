@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,14 +227,7 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
     device, narrowing = next(iter(batch.values())).device, _Narrowing()
     floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
     weights = min(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    with (
-        left_as_found([model], device),
-        opaque_kept(named_tensors(model).values()),
-        whole_in_mode(model, training=True),
-        without_dropout(layered),
-    ):
-        for name, parameter in model.named_parameters():  # Some may be frozen by now.
-            parameter.requires_grad_(name in task.trainable)
+    with _lent(task, device):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         state = random_state(device)
         # Else nothing narrows, and compiled blocks would not run as compiled.
@@ -259,10 +252,7 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
         return Comparison("", is_exact=True, dtype=dtype)
     difference = _first_difference(ours, theirs, dtype)
     if difference and draws:
-        difference = (
-            "the forward gives another output for the same batch: it draws random numbers that "
-            "could not be switched off, perhaps; set its dropout to 0 before the model is verified"
-        )
+        difference = _DRAWS
     elif difference.startswith(_OTHER_OUTPUTS):
         difference += (
             f", {_where(own, batch, dtype)}; give the LayeredModel sublayers that do all that the "
@@ -271,6 +261,21 @@ def compare_with_own_forward(task: Task, own: OwnForward, batch: Batch) -> Compa
     # Some masks are float32's least number, which overflows where it is multiplied.
     is_finite = all(bool(one.isfinite().all()) for one in theirs.values())
     return Comparison(difference, is_finite=is_finite, dtype=dtype)
+
+
+@contextmanager
+def _lent(task: Task, device: torch.device) -> Iterator[None]:
+    """Have a model in training, without dropout and all that trains unfrozen; put that back."""
+    model = task.model.model
+    with (
+        left_as_found([model], device),
+        opaque_kept(named_tensors(model).values()),
+        whole_in_mode(model, training=True),
+        without_dropout(task.model),
+    ):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in task.trainable)
+        yield
 
 
 def _in_sublayers(task: Task, batch: Batch, targets: Any) -> tuple[Tensor, Tensor]:
@@ -291,6 +296,10 @@ def _in_sublayers(task: Task, batch: Batch, targets: Any) -> tuple[Tensor, Tenso
 _WRITES = (
     "the forward writes into {!r}, and what it writes depends on how a batch is split; use a "
     "layer without running statistics"
+)
+_DRAWS = (
+    "the forward gives another output for the same batch: it draws random numbers that could not "
+    "be switched off, perhaps; set its dropout to 0 before the model is verified"
 )
 _OTHER_OUTPUTS = "the model's own forward and its sublayers in order give other outputs"
 

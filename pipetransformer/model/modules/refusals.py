@@ -47,17 +47,13 @@ def _gathers(method: Any) -> bool:
 
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise a ValueError if activations are recomputed: blocks' own forwards are not called."""
-    if _is_checkpointing(model):
+    flags = ("grad_checkpointing", "gradient_checkpointing")
+    if any(getattr(module, flag, False) for module in model.modules() for flag in flags):
         raise ValueError(
             f"gradient checkpointing of this {type(model).__name__} is on, but would have no "
             "effect here, as sublayers are called one by one; switch it off, and set "
             "activation_checkpointing=True"
         )
-
-
-def _is_checkpointing(model: nn.Module) -> bool:
-    flags = ("grad_checkpointing", "gradient_checkpointing")
-    return any(getattr(module, flag, False) for module in model.modules() for flag in flags)
 
 
 def refuse_lost_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
