@@ -46,7 +46,7 @@ from pipetransformer.model.forward import (
     watched,
     without_cache,
 )
-from pipetransformer.model.layered_model import LayeredModel, row_of
+from pipetransformer.model.layered_model import LayeredModel, recorded_model, row_of
 from pipetransformer.model.losses import WordHead, own_loss_of, word_head
 from pipetransformer.model.modules import (
     has_input_gradients,
@@ -175,20 +175,16 @@ def _presented(
         refuse_lost_checkpointing(model, own.row.blocks)
     for module in filter(partial(holds_block, row=own.row), model.modules()):
         refuse_replaced(module, but="forward" if has_own_forward(module) else "")
-    sublayers = cut_sublayers(model, own)
-    held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
-    layered = LayeredModel(
+    layered = recorded_model(
         model,
-        sublayers,
+        cut_sublayers(model, own),
+        own.row,
         inputs=tuple(shown.inputs),
         targets=shown.targets if loop is None else loop.beside,
         loss_fn=loss,
-        unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
         padding_mask=mask,
         biases=sorted(own.row.learned),
-        is_recorded=True,
     )
-    layered.row = own.row
     layered.reads_by_labels = mask is not None and is_by_token
     if isinstance(loss, Loss) and loss.takes_unread and loop is None:
         layered.words = _words(shown, own)

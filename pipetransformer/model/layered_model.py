@@ -453,6 +453,21 @@ def _refuse_forward(
     )
 
 
+def recorded_model(
+    model: nn.Module, sublayers: Sequence[Sublayer], row: Row, **settings: Any
+) -> LayeredModel:
+    """Present a model by sublayers that were found by running it; they hold all that is read.
+
+    Args:
+        settings: further ones of `LayeredModel`.
+    """
+    held = {id(t) for sub in sublayers for t in named_tensors(sub.module).values()}
+    unused = [name for name, t in named_tensors(model).items() if id(t) not in held]
+    layered = LayeredModel(model, sublayers, unused=unused, is_recorded=True, **settings)
+    layered.row = row
+    return layered
+
+
 def row_of(layered: LayeredModel) -> Row:
     """Return the row of blocks, or the parts, of a model that was presented by running it."""
     assert layered.row is not None

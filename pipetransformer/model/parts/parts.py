@@ -38,7 +38,7 @@ from pipetransformer.model.forward import (
     refuse_unknown,
     tensors_of,
 )
-from pipetransformer.model.layered_model import LayeredModel, Sublayer
+from pipetransformer.model.layered_model import LayeredModel, Sublayer, recorded_model
 from pipetransformer.model.modules import named_tensors, whole_in_mode
 from pipetransformer.model.parts.part_record import PartRecord, replaced, served
 
@@ -335,18 +335,8 @@ def _layered(
             holder.register_parameter(f"below{index}", tensor)
         else:
             holder.register_buffer(f"below{index}", tensor)
-    held = {id(tensor) for tensor in named_tensors(holder).values()}
-    layered = LayeredModel(
-        model,
-        [Sublayer("part", 0, holder), Sublayer("rest", 1, nn.Identity(), sides)],
-        inputs=inputs,
-        targets=targets,
-        unused=[name for name, tensor in tensors.items() if id(tensor) not in held],
-        padding_mask=mask,
-        is_recorded=True,
-    )
-    layered.row = row
-    return layered
+    sublayers = [Sublayer("part", 0, holder), Sublayer("rest", 1, nn.Identity(), sides)]
+    return recorded_model(model, sublayers, row, inputs=inputs, targets=targets, padding_mask=mask)
 
 
 def _refuse_calls(record: PartRecord, model: nn.Module) -> None:

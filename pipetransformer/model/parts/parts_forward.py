@@ -32,7 +32,7 @@ from pipetransformer.model.forward import (
     split_batch,
     without_cache,
 )
-from pipetransformer.model.layered_model import LayeredModel, Sublayer, row_of
+from pipetransformer.model.layered_model import LayeredModel, Sublayer, recorded_model, row_of
 from pipetransformer.model.losses import own_loss_of
 from pipetransformer.model.modules import computing_in, in_mode, named_tensors, whole_in_mode
 from pipetransformer.model.parts.named_parts import named_parts
@@ -240,21 +240,15 @@ def _layered(
     """Return what `present_parts` has shown, as sublayers that run by themselves."""
     model, row, (below, above) = shown.model, row_of(shown), shown.sublayers
     rest = beside_blocks(model, row, read_by_rest, row.called_below | row.called_above)
-    held = {id(t) for one in (below.module, rest) for t in named_tensors(one).values()}
-    last = _Rest(own, rest)
-    layered = LayeredModel(
+    first, last = _Parts(own, shown.inputs[0], below.module), _Rest(own, rest)
+    layered = recorded_model(
         model,
-        [
-            Sublayer("parts", 0, _Parts(own, shown.inputs[0], below.module)),
-            Sublayer("rest", 1, last, above.sides),
-        ],
+        [Sublayer("parts", 0, first), Sublayer("rest", 1, last, above.sides)],
+        row,
         inputs=shown.inputs,
         targets=shown.targets,
         loss_fn=loss_fn,
-        unused=[name for name, t in named_tensors(model).items() if id(t) not in held],
-        is_recorded=True,
     )
-    layered.row = row
     inside = {module for sub in layered.sublayers for module in sub.module.modules()}
     last.around = {
         training: [(m, f) for m, f in layered.flags(training=training).items() if m not in inside]
