@@ -101,7 +101,8 @@ def _kept(
 ) -> tuple[_State, float]:
     with saved_storages() as saved:
         made = forward()
-    kept = saved | storages([*_tensors(made), *graph_leaves(_tensors(made))])
+    kept = {address: num_bytes for address, (num_bytes, _) in saved.items()}
+    kept |= storages([*_tensors(made), *graph_leaves(_tensors(made))])
     return made, sum(kept[address] for address in kept.keys() - storages([*held, *taken]).keys())
 
 

@@ -88,16 +88,16 @@ def device_of(batch: Mapping[str, Tensor]) -> torch.device:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Hold a sublayer's forward: the leaf below it, its output, and its seconds or bytes."""
+    """Hold a sublayer's forward: the leaf below it, its output, and what was measured of it."""
 
     below: Tensor | None
     output: Tensor
-    measured: float
+    measured: Any
 
 
 def _run_chain(
     sublayers: Sequence[ProfiledSublayer],
-    run: Callable[[ProfiledSublayer, Tensor | None], tuple[Tensor, float]],
+    run: Callable[[ProfiledSublayer, Tensor | None], tuple[Tensor, Any]],
 ) -> list[_Forward]:
     """Run all forwards, with the graph cut between sublayers as between stages."""
     below: Tensor | None = None
@@ -114,39 +114,39 @@ def chain_bytes(
     sublayers: Sequence[ProfiledSublayer], batch: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Count the bytes of each sublayer, under the names of `SublayerCost`'s fields."""
-    copies, repeats = [], []
+    num_samples = len(next(iter(batch.values())))
 
-    def counted(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, int]:
-        dtypes: dict[int, torch.dtype] = {}
-        repeats.append(recomputes_itself(sublayer.module))
-        with keeping_activations(sublayer.module), saved_storages(dtypes) as saved:
+    def counted(sublayer: ProfiledSublayer, hidden: Tensor | None) -> tuple[Tensor, Any]:
+        module = sublayer.module
+        repeats = recomputes_itself(module)
+        with keeping_activations(module), saved_storages() as saved:
             output = sublayer.run(hidden, batch)
-        held = storages([*sublayer.module.parameters(), *sublayer.module.buffers()])
         # Weights that a graph saves are there anyway.
-        activations = {address: saved[address] for address in saved.keys() - held.keys()}
-        copies.append(_take_copies(activations, dtypes, sublayer.module.parameters()))
+        for address in storages([*module.parameters(), *module.buffers()]):
+            saved.pop(address, None)
+        copy_bytes = _take_copies(saved, module.parameters())
+        saved_bytes = sum(num_bytes for num_bytes, _ in saved.values()) / num_samples
         # Without its graph: one sublayer's activations live at a time.
-        return output.detach(), sum(activations.values())
+        return output.detach(), {
+            "saved_bytes": saved_bytes,
+            "output_bytes": output.nbytes / num_samples,
+            "copy_bytes": copy_bytes,
+            "recomputes": repeats,
+        }
 
     parameters = unshared(sublayer.module.parameters() for sublayer in sublayers)
     buffers = unshared(sublayer.module.buffers() for sublayer in sublayers)
     with left_as_found([one.module for one in sublayers], device_of(batch)) as modules:
         modules.train()
         forwards = _run_chain(sublayers, counted)
-    num_samples = len(next(iter(batch.values())))
     return [
         {
             "parameter_bytes": sum(p.nbytes for p in weights),
             "gradient_bytes": sum(p.nbytes for p in weights if p.requires_grad),
             "buffer_bytes": sum(b.nbytes for b in beside),
-            "saved_bytes": forward.measured / num_samples,
-            "output_bytes": forward.output.nbytes / num_samples,
-            "copy_bytes": copied,
-            "recomputes": repeated,
+            **forward.measured,
         }
-        for weights, beside, forward, copied, repeated in zip(
-            parameters, buffers, forwards, copies, repeats, strict=True
-        )
+        for weights, beside, forward in zip(parameters, buffers, forwards, strict=True)
     ]
 
 
@@ -168,20 +168,18 @@ def keeping_activations(module: nn.Module) -> Iterator[None]:
             setattr(part, _CHECKPOINTING, True)
 
 
-def _take_copies(
-    saved: dict[int, int], dtypes: Mapping[int, torch.dtype], parameters: Iterable[Tensor]
-) -> int:
+def _take_copies(saved: dict[int, tuple[int, torch.dtype]], parameters: Iterable[Tensor]) -> int:
     """Remove weights that autocast has cast from the saved storages; return their bytes."""
     taken = 0
     for parameter in parameters:
         if parameter.ndim < 2:
             continue
         # A cast weight has the parameter's size and another floating-point dtype.
-        for address, num_bytes in saved.items():
-            dtype = dtypes[address]
+        for address, (num_bytes, dtype) in saved.items():
             is_cast = dtype.is_floating_point and dtype != parameter.dtype
             if is_cast and num_bytes == parameter.numel() * dtype.itemsize:
-                taken += saved.pop(address)
+                taken += num_bytes
+                del saved[address]
                 break
     return taken
 
@@ -214,15 +212,13 @@ def _opened(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def saved_storages(dtypes: dict[int, torch.dtype] | None = None) -> Iterator[dict[int, int]]:
-    """Record the storages that graphs built inside keep, as `storages`, and their dtypes."""
-    saved: dict[int, int] = {}
+def saved_storages() -> Iterator[dict[int, tuple[int, torch.dtype]]]:
+    """Record the bytes and dtypes of storages that graphs built inside keep, by address."""
+    saved: dict[int, tuple[int, torch.dtype]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = storages([tensor])
-        saved.update(storage)
-        if dtypes is not None:
-            dtypes.update(dict.fromkeys(storage, tensor.dtype))
+        for address, num_bytes in storages([tensor]).items():
+            saved[address] = num_bytes, tensor.dtype
         # An output that its own graph keeps would hold that graph for ever, and be held by it.
         return tensor.detach()
 
