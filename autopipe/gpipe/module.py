@@ -138,10 +138,14 @@ class GPipe(nn.Module):
         payload = as_payload(input, what="the input")
         if not self.partitions:  # A Sequential without layers returns its input.
             return input
-        partitions = self._described()
-        keeps_graph = torch.is_grad_enabled() and needs_gradient(partitions, payload)
-        schedule = "gpipe" if keeps_graph else None
-        run = self._run(partitions, payload, self._sizes(payload), schedule=schedule)
+        partitions, sizes = self._described(), self._sizes(payload)
+        if torch.is_grad_enabled() and needs_gradient(partitions, payload):
+            run = self._training_run(partitions, payload, sizes, schedule="gpipe")
+        else:
+            schedule = forward_only((1,) * len(partitions), len(sizes))
+            run = PipelineRun(
+                partitions, schedule, Ends(scatter(payload, sizes)), trace=self._trace
+            )
         return as_batch(run_forward(run, payload.tensors))
 
     def step(
@@ -178,7 +182,7 @@ class GPipe(nn.Module):
         )
         partitions = self._described()
         check_trains(partitions, payload)
-        run = self._run(partitions, payload, sizes, schedule=name, loss=loss)
+        run = self._training_run(partitions, payload, sizes, schedule=name, loss=loss)
         with torch.enable_grad():
             run.step()
         self._num_steps += 1
@@ -242,29 +246,26 @@ class GPipe(nn.Module):
             )
         return split_sizes(payload, self.chunks)
 
-    def _run(
+    def _training_run(
         self,
         partitions: Sequence[Partition],
         payload: Payload,
         sizes: Sequence[int],
         *,
-        schedule: str | None,
+        schedule: str,
         loss: StepLoss | None = None,
     ) -> PipelineRun:
-        """Prepare a mini-batch's run; without a schedule's name, only of forwards."""
+        """Prepare the forwards and backwards of a mini-batch."""
+        checkpointed = range(len(sizes) - (self.checkpoint == "except_last"))
+        if not self.training or self.checkpoint == "never":
+            checkpointed = range(0)
+        program = SCHEDULES[schedule](len(partitions), len(sizes), recomputed=checkpointed)
         inputs = scatter(payload, sizes)
-        if schedule is None:
-            program = forward_only((1,) * len(partitions), len(sizes))
-        else:
-            checkpointed = range(len(sizes) - (self.checkpoint == "except_last"))
-            if not self.training or self.checkpoint == "never":
-                checkpointed = range(0)
-            program = SCHEDULES[schedule](len(partitions), len(sizes), recomputed=checkpointed)
-            for piece in inputs:
-                # Gradients arrive at these leaves; `take_gradients` brings them to the caller.
-                for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
-                    assert leaf is not None and tensor is not None
-                    leaf.requires_grad_(tensor.requires_grad)
+        for piece in inputs:
+            # Gradients arrive at these leaves; `take_gradients` brings them to the caller.
+            for leaf, tensor in zip(piece.tensors, payload.tensors, strict=True):
+                assert leaf is not None and tensor is not None
+                leaf.requires_grad_(tensor.requires_grad)
         return PipelineRun(partitions, program, Ends(inputs, loss=loss), trace=self._trace)
 
     def _described(self) -> list[Partition]:
