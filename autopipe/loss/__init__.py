@@ -1,8 +1,8 @@
 """Join a batch's loss from the losses of its parts, and detect losses that do not join.
 
-batch_mean    joins a step's losses and gradients; the only place with the rule
-joined        a user's loss as a `Loss`; torch's own are known to join, others are assumed to
-split_probe   compares the joined loss with the whole batch's in some steps
+batch_mean     joins a step's losses and gradients; the only place with the rule
+loss_functions a user's loss as a `Loss`; torch's own are known to join, others are assumed to
+split_probe    compares the joined loss with the whole batch's in some steps
 """
 
 from autopipe.loss.batch_mean import (
@@ -12,7 +12,7 @@ from autopipe.loss.batch_mean import (
     precise,
     sum_and_count,
 )
-from autopipe.loss.joined import (
+from autopipe.loss.loss_functions import (
     Loss,
     LossFunction,
     LossValue,

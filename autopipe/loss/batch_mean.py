@@ -19,7 +19,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from autopipe.loss.joined import LossValue, head_of
+from autopipe.loss.loss_functions import LossValue, head_of
 
 Number: TypeAlias = Tensor | float
 """A 0-dim float64 tensor, or a number on the host."""

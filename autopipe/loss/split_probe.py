@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopipe.loss.batch_mean import mean_of, sum_and_count
-from autopipe.loss.joined import Loss, head_of
+from autopipe.loss.loss_functions import Loss, head_of
 from autopipe.random_state import random_state
 
 _LOGGER = logging.getLogger(__name__)

@@ -1,11 +1,11 @@
 """Predict steps by simulating their schedules, and choose a pipeline by the predictions.
 
 request ─► search ─► estimate ─► simulation
-             └─ explanation       published: the paper's rules, for comparison
+             └─ explanation       paper_rules: as published, for comparison
 """
 
 from autopipe.plan.explanation import ExplainedPlan, confidence, explain, runners_up
-from autopipe.plan.published import (
+from autopipe.plan.paper_rules import (
     best_first,
     plan_as_published,
     published_length,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.published import plan_as_published
+from autopipe.plan.paper_rules import plan_as_published
 from autopipe.plan.request import PipelinePlan, PlanRequest
 from autopipe.plan.search import plan_pipeline, predict
 from autopipe.profile.profile import Profile

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopipe.loss import Loss, choose_loss, mean_of, smooth_labels
-from autopipe.loss.joined import known_loss
+from autopipe.loss.loss_functions import known_loss
 
 NUM_SAMPLES, NUM_CLASSES = 12, 5
 CLASS_WEIGHTS = torch.tensor([0.02, 0.3, 1.7, 0.0, 4.0], dtype=torch.float64)

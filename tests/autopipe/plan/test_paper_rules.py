@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopipe.plan.published import (
+from autopipe.plan.paper_rules import (
     best_first,
     plan_as_published,
     published_split,
