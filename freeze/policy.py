@@ -246,30 +246,9 @@ def as_policy(
     """
     if freeze is None:
         return NeverFreeze()
-    if isinstance(freeze, _FunctionPolicy):
-        return freeze  # It does with what is measured.
     if isinstance(freeze, FreezePolicy):
-        if not isinstance(freeze.signals, (set, frozenset)):
-            raise TypeError(
-                f"the signals of {freeze.name} are {freeze.signals!r}; give a set of names"
-            )
-        if unknown := freeze.signals - measured:
-            raise ValueError(
-                f"{freeze.name} asks for the signals {sorted(unknown)}, which are not measured "
-                f"here; use a subset of {sorted(measured)}"
-            )
-        if hasattr(freeze, "learning_rate_scale"):
-            raise ValueError(
-                f"{freeze.name} has a learning_rate_scale, which policies had up to 0.2; rates "
-                "are the run's now: give learning_rate_schedule=, or layer_decay="
-            )
-        try:
-            json.dumps(freeze.state_dict())
-        except TypeError as error:
-            raise TypeError(
-                f"the state of {freeze.name} does not go into JSON, and so into no checkpoint: "
-                f"{error}; let state_dict return numbers, texts, lists and mappings of texts"
-            ) from error
+        if not isinstance(freeze, _FunctionPolicy):  # That does with what is measured.
+            _refuse_unfit(freeze, measured)
         return freeze
     if isinstance(freeze, type) or not callable(freeze):
         raise TypeError(
@@ -278,6 +257,31 @@ def as_policy(
             'freeze.named_policy("auto"), a function of a FreezeContext, or None'
         )
     return _FunctionPolicy(freeze)
+
+
+def _refuse_unfit(policy: FreezePolicy, measured: frozenset[str]) -> None:
+    """Raise what `as_policy` says for a policy of a class."""
+    if not isinstance(policy.signals, (set, frozenset)):
+        raise TypeError(
+            f"the signals of {policy.name} are {policy.signals!r}; give a set of names"
+        )
+    if unknown := policy.signals - measured:
+        raise ValueError(
+            f"{policy.name} asks for the signals {sorted(unknown)}, which are not measured "
+            f"here; use a subset of {sorted(measured)}"
+        )
+    if hasattr(policy, "learning_rate_scale"):
+        raise ValueError(
+            f"{policy.name} has a learning_rate_scale, which policies had up to 0.2; rates "
+            "are the run's now: give learning_rate_schedule=, or layer_decay="
+        )
+    try:
+        json.dumps(policy.state_dict())
+    except TypeError as error:
+        raise TypeError(
+            f"the state of {policy.name} does not go into JSON, and so into no checkpoint: "
+            f"{error}; let state_dict return numbers, texts, lists and mappings of texts"
+        ) from error
 
 
 def checked_decision(policy: FreezePolicy, context: FreezeContext) -> FreezeDecision:
