@@ -17,7 +17,13 @@ from torch import Tensor
 from autopipe.engine import Gradients, Payload
 from autopipe.gpipe.micro_batch import Gathered, gather, split_gradients
 from autopipe.gpipe.partition_work import AsInForward, Ends, Partition, PartitionWork, hooks_held
-from autopipe.schedule import Op, Schedule, StageProgram, split_at_first_backward
+from autopipe.schedule import (
+    Instruction,
+    Op,
+    Schedule,
+    StageProgram,
+    split_at_first_backward,
+)
 from autopipe.threads import ThreadPipeline
 from autopipe.trace import Trace
 
@@ -80,7 +86,7 @@ class PipelineRun:
     def step(self) -> None:
         """Run the whole schedule, with the loss inside the pipeline."""
         with hooks_held(self.parameters):
-            self._run(list(self._schedule), grad_enabled=True)
+            self._run(self._schedule, grad_enabled=True)
 
     def take_gradients(self) -> tuple[list[Tensor | None], dict[Tensor, Tensor]]:
         """Return the last backward's gradients of the input's tensors and of the parameters."""
@@ -106,16 +112,11 @@ class PipelineRun:
                 "a backward through this output of a GPipe module failed; run its forward again"
             )
         self._failed = True  # Until the run has ended well.
-        self._pipeline.run(
-            programs, grad_enabled=grad_enabled, order=self._failed_at, retain=retain
-        )
+        self._pipeline.run(programs, grad_enabled=grad_enabled, order=self._tick_of, retain=retain)
         self._failed = False
 
-    def _failed_at(self, stage: int) -> int:
-        """Return the tick at which GPipe's schedule has a stage's present instruction."""
-        instruction = self._pipeline.stages[stage].current
-        if instruction is None:
-            return 0
+    def _tick_of(self, stage: int, instruction: Instruction) -> int:
+        """Return the tick at which GPipe's schedule has a stage's instruction."""
         num_stages, num_micro_batches = len(self._devices), len(self._ends.inputs)
         if instruction.op.is_forward:
             return stage + instruction.micro_batch

@@ -110,12 +110,9 @@ class StashedPipeline(GPipe):
             skips=self._skip_edges,
             trace=self._trace,
         )
-
-        def progress(stage: int) -> int:
-            instruction = pipeline.stages[stage].current
-            return 0 if instruction is None else instruction.micro_batch
-
-        pipeline.run(list(schedule), grad_enabled=True, order=progress)
+        pipeline.run(
+            schedule, grad_enabled=True, order=lambda _, instruction: instruction.micro_batch
+        )
         pipeline.settings.join_streams()
         self.peak_versions = [work.peak_versions for work in pipeline.works]
         self._num_steps += len(stream.losses)

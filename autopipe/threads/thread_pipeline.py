@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopipe.engine import StageLinks, StageRun, StageWork
-from autopipe.schedule import Op, Schedule, StageProgram
+from autopipe.schedule import Instruction, Op, Schedule, StageProgram
 from autopipe.skip import SkipEdge, SkipKey
 from autopipe.threads.randomness import Randomness, randomness_of
 from autopipe.threads.thread_link import Crossing, Stopped, ThreadLink
@@ -215,15 +215,15 @@ class ThreadPipeline(Generic[W]):
         programs: Sequence[StageProgram],
         *,
         grad_enabled: bool,
-        order: Callable[[int], int],
+        order: Callable[[int, Instruction], int],
         retain: bool = False,
     ) -> None:
         """Run a portion of the schedule to its end.
 
         Args:
             grad_enabled: whether forwards keep graphs.
-            order: tells how early the schedule has a stage's present instruction; the earliest
-                failure is raised.
+            order: says how early the schedule has a stage's instruction; the earliest failure is
+                raised.
             retain: whether its backwards will run once more.
         """
 
@@ -231,11 +231,15 @@ class ThreadPipeline(Generic[W]):
             with self.settings.applied(self._devices[stage], grad_enabled=grad_enabled):
                 self.stages[stage].run(programs[stage], retain=retain)
 
+        def failed_at(stage: int) -> int:
+            instruction = self.stages[stage].current
+            return 0 if instruction is None else order(stage, instruction)
+
         run_together(
             [partial(run_stage, stage) for stage in range(len(programs))],
             num_threads=self.settings.num_threads,
             stop=self._stop,
-            order=order,
+            order=failed_at,
         )
 
     def _stop(self) -> None:
