@@ -174,7 +174,7 @@ def _presented(
     if loop is None or not has_input_gradients(model):
         refuse_lost_checkpointing(model, own.row.blocks)
     for module in filter(partial(holds_block, row=own.row), model.modules()):
-        refuse_replaced(module, but="forward" if has_own_forward(module) else "")
+        refuse_replaced(module, allowed="forward" if has_own_forward(module) else "")
     layered = recorded_model(
         model,
         cut_sublayers(model, own),
@@ -199,7 +199,7 @@ def _words(shown: _Shown, own: CutForward) -> WordHead | None:
     if not isinstance(linear, nn.Linear) or linear.weight.is_meta:
         return None
     own.end_at(linear)
-    held = {id(tensor) for tensor in named_tensors(model).values()}
+    tensor_ids = {id(tensor) for tensor in named_tensors(model).values()}
     heads, devices = set(), [linear.weight.device] if linear.weight.is_cuda else []
     # What is done in training alone, such as dropout, must show, too.
     for training in (False, True):
@@ -207,7 +207,7 @@ def _words(shown: _Shown, own: CutForward) -> WordHead | None:
             with torch.no_grad():
                 hidden = own.below(shown.inputs, training=training)
             run = partial(own.above, hidden.requires_grad_(), shown.inputs, training=training)
-            heads.add(word_head(linear, shown.config, run, held=held))
+            heads.add(word_head(linear, shown.config, run, tensor_ids=tensor_ids))
     own.forget()
     return heads.pop() if len(heads) == 1 else None
 

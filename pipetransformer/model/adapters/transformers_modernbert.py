@@ -84,8 +84,8 @@ class _Attention(nn.Module):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         config = self.attention.config
-        within = config.sliding_window if self._is_near else None
-        mask = expanded_mask(attention_mask, hidden, config, within=within)
+        reach = config.sliding_window if self._is_near else None
+        mask = expanded_mask(attention_mask, hidden, config, reach=reach)
         rotation = self._rotation(hidden, position_ids)
         output: Tensor = self.attention(self.norm(hidden), rotation, mask)[0]
         return hidden + output

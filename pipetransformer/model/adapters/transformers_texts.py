@@ -107,7 +107,7 @@ def refuse_text_settings(model: Any) -> None:
 
 
 def expanded_mask(
-    mask: Tensor | None, hidden: Tensor, config: Any, *, within: int | None = None
+    mask: Tensor | None, hidden: Tensor, config: Any, *, reach: int | None = None
 ) -> Tensor | None:
     """Turn a (N, S) mask, 1 for tokens and 0 for padding, into the (N, 1, S, S) of attention.
 
@@ -116,11 +116,11 @@ def expanded_mask(
     last bits of a cached sample must not depend on its neighbours' padding.
 
     Args:
-        within: distance up to which tokens attend to each other; None for any distance.
+        reach: distance up to which tokens attend to each other; None for any distance.
     """
     length = hidden.shape[1]
     if mask is None:
-        if within is None:
+        if reach is None:
             return None
         mask = hidden.new_ones((1, length))
     if mask.ndim != 2:
@@ -129,9 +129,9 @@ def expanded_mask(
             "1 for tokens and 0 for padding"
         )
     keep = mask.to(torch.bool)[:, None, None, :].expand(-1, 1, length, -1)
-    if within is not None:
+    if reach is not None:
         places = torch.arange(length, device=hidden.device)
-        keep = keep & ((places[:, None] - places).abs() <= within)
+        keep = keep & ((places[:, None] - places).abs() <= reach)
     # Read at each call, as set_attn_implementation may be called at any time.
     if config._attn_implementation == "sdpa":
         return keep

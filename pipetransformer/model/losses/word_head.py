@@ -225,7 +225,11 @@ def _losses(
 
 
 def word_head(
-    linear: nn.Linear, config: Any, behind: Callable[..., Any], *, held: Collection[int] = ()
+    linear: nn.Linear,
+    config: Any,
+    run_above: Callable[..., Any],
+    *,
+    tensor_ids: Collection[int] = (),
 ) -> WordHead | None:
     """Find out what a model does with the output of its last linear layer.
 
@@ -233,9 +237,9 @@ def word_head(
     them must be what the configuration says, and must depend on nothing else that has a gradient.
 
     Args:
-        behind: runs the model behind its blocks, with `head` in the layer's place.
-        held: identities of the model's tensors. What is done by them may be another later, as
-            where a buffer holds a temperature.
+        run_above: runs the model behind its blocks, with `head` in the layer's place.
+        tensor_ids: of the model's tensors. What is done by them may be another later, as where a
+            buffer holds a temperature.
     Returns:
         None where anything else is done than is known here.
     """
@@ -251,8 +255,8 @@ def word_head(
         return row.expand(*hidden.shape[:-1], -1).clone()
 
     with torch.enable_grad(), Reads(lambda one: read.add(one) if shapes else None):
-        logits = output_of(behind(head=stand_in))
-    if [len(shape) for shape in shapes] != [3] or logits.requires_grad or read & {*held}:
+        logits = output_of(run_above(head=stand_in))
+    if [len(shape) for shape in shapes] != [3] or logits.requires_grad or read & {*tensor_ids}:
         return None
     if logits.shape != (*shapes[0][:2], linear.out_features):
         return None

@@ -21,13 +21,13 @@ def qualified_name(kind: type[Any] | FunctionType) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def refuse_replaced(*modules: nn.Module, but: str = "") -> None:
-    """Raise a TypeError for a module whose object overrides a method other than `but`."""
+def refuse_replaced(*modules: nn.Module, allowed: str = "") -> None:
+    """Raise a TypeError for a module whose object overrides a method other than `allowed`."""
     for module in modules:
         own = (
             name
             for name, value in vars(module).items()
-            if callable(value) and name != but and not _gathers(value)
+            if callable(value) and name != allowed and not _gathers(value)
         )
         if name := next(
             (name for name in own if callable(getattr(type(module), name, None))), None
