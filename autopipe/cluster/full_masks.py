@@ -33,8 +33,6 @@ class FullMasks(TorchDispatchMode):
                 # Two tensors without values differ in nothing but their shapes.
                 return args[0].shape == args[1].shape
             if packet is _aten._to_copy:
-                kwargs = {
-                    **kwargs,
-                    "device": args[0].device,
-                }  # There is nothing to copy elsewhere.
+                # There is nothing to copy elsewhere.
+                kwargs = {**kwargs, "device": args[0].device}
         return func(*args, **kwargs)

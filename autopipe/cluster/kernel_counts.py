@@ -137,7 +137,7 @@ class _KernelCounter(TorchDispatchMode):
 
 
 def _starts_kernel(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Tell kernels from views and allocations."""
+    """Return whether an operation starts a kernel: it is no view, and no allocation."""
     if not outputs or func.overloadpacket in _ALLOCATIONS:
         return False
     # A result in an input's storage is a view, unless the operation wrote into it.

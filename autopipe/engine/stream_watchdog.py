@@ -39,7 +39,7 @@ class Milestone:
         self._event = torch.cuda.current_stream().record_event()
 
     def is_reached(self) -> bool:
-        """Tell, without waiting, whether the device has got there."""
+        """Return, without waiting, whether the device has got there."""
         # A new thread's device is 0: without this, the call would build a context there.
         with torch.cuda.device(self._device):
             return self._event.query()

@@ -15,9 +15,8 @@ count only if asked for.
 
 Source: PipeDream (SOSP 2019), section 3.1, as its program computes it: the program adds compute
 and sums of gradients. With `hidden_sums` the larger one counts, as in the paper, which hides sums
-behind compute. With parallel
-branches, a stage of a lower level may begin at a cut that does not lie below its end; like the
-program, we price it by the same difference of sums.
+behind compute. With parallel branches, a stage of a lower level may begin at a cut that does not
+lie below its end; like the program, we price it by the same difference of sums.
 
 Ours plans no stage without compute, such as one of dropouts that cost nothing: its machines would
 be idle. The published program places such stages as relays where links are slow.

@@ -68,7 +68,7 @@ class Plasticity(FreezePolicy):
             _, before, rate = self._rates
             return FreezeDecision(0, f"the learning rate fell from {before:.2g} to {rate:.2g}")
         slopes = [self._slope(layer, context) for layer in range(context.num_layers)]
-        num_frozen = grown(context, lambda layer: self._flat(layer, slopes[layer]))
+        num_frozen = grown(context, lambda layer: self._is_flat(layer, slopes[layer]))
         where = min(num_frozen, context.num_layers - 1)
         slope, steepest = slopes[where], self._steepest[where]
         said = "not known yet" if slope is None else f"{slope:.2g} of at most {steepest:.2g}"
@@ -100,8 +100,8 @@ class Plasticity(FreezePolicy):
         self._steepest[layer] = max(self._steepest[layer], slope)
         return slope if len(own) == self._window else None
 
-    def _flat(self, layer: int, slope: float | None) -> bool:
-        """Say whether a slope is small beside the layer's steepest, which is above zero then."""
+    def _is_flat(self, layer: int, slope: float | None) -> bool:
+        """Return whether a slope is small beside the layer's steepest, which then is above 0."""
         return slope is not None and slope < self._tolerance * self._steepest[layer]
 
 

@@ -101,7 +101,6 @@ def verify(
             f"{opaque[0]!r} is of a class of its own, as quantized weights are, and cannot be "
             "compared in another dtype: verify the model without quantization_config"
         )
-
     is_large = sum(one.nbytes for one in named_tensors(model.model).values()) > _MOST_TWIN_BYTES
     compare = _as_it_is if is_large else _with_twins
     compared, outcome = compare(task, world, loss_fn, batch)
