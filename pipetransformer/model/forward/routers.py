@@ -80,10 +80,16 @@ class RouterRows:
     def gathered(self, depth: int) -> Iterator[list[Tensor]]:
         """Yield a list that will hold the logits of these routers, in the blocks' order."""
         found: list[Tensor] = []
+
+        def note(router: Router, _module: nn.Module, _args: object, answer: Any) -> None:
+            logits = tree_flatten(answer)[0][router.place]
+            router.dtype = logits.dtype
+            found.append(logits)
+
         with ExitStack() as stack:
             for one in self.of(depth):
-                note = torch.compiler.disable(partial(_note, one, found))
-                stack.callback(one.module.register_forward_hook(note).remove)
+                hook = torch.compiler.disable(partial(note, one))
+                stack.callback(one.module.register_forward_hook(hook).remove)
             yield found
 
     def joined(self, hidden: Tensor, logits: Sequence[Tensor]) -> Tensor:
@@ -136,11 +142,15 @@ def router_rows(
         ValueError: another module's logits are gathered, or their loss reads those of padding.
     """
     called: list[tuple[int, nn.Module, Any]] = []
+
+    def note(block: int, module: nn.Module, _args: object, answer: Any) -> None:
+        called.append((block, module, answer))
+
     with ExitStack() as stack, torch.no_grad(), whole_in_mode(model, training=False):
         for index, block in enumerate(row.blocks):
             for module in block.modules():
-                note = torch.compiler.disable(partial(_note_call, called, index))
-                stack.callback(module.register_forward_hook(note).remove)
+                hook = torch.compiler.disable(partial(note, index))
+                stack.callback(module.register_forward_hook(hook).remove)
         gathered = getattr(run(**entries), "router_logits", None) or ()
         routers = [_router_of(one, called) for one in gathered]
     found = [one for one in routers if one is not None]
@@ -203,24 +213,6 @@ def _reads_padding(
             hook = one.module.register_forward_hook(partial(empty, one), prepend=True)
             stack.callback(hook.remove)
         return not torch.allclose(answered(), whole, rtol=1e-5, atol=1e-6)
-
-
-def _note(
-    router: Router, found: list[Tensor], _module: nn.Module, _args: object, answer: Any
-) -> None:
-    logits = tree_flatten(answer)[0][router.place]
-    router.dtype = logits.dtype
-    found.append(logits)
-
-
-def _note_call(
-    called: list[tuple[int, nn.Module, Any]],
-    block: int,
-    module: nn.Module,
-    _args: object,
-    answer: Any,
-) -> None:
-    called.append((block, module, answer))
 
 
 def _gathering(module: nn.Module) -> Iterator[Callable[..., Any]]:
