@@ -7,6 +7,7 @@ tick long. `Trace.save_chrome` writes what shows their times.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Trace:
 
     def __init__(self) -> None:
         self._recorders: list[Recorder] = []
+        self._num_steps = Counter[int]()
         self._spans: list[Span] = []
         self._clocks = Clocks()
 
@@ -44,10 +46,11 @@ class Trace:
 
     def recorder(self, stage: int, *, device: torch.device | None = None) -> Recorder:
         """Return a new recorder for a stage's next mini-batch; its spans become the trace's."""
+        recorder = Recorder(stage, step=self._num_steps[stage], device=device, clocks=self._clocks)
         # Each stage has a recorder for each mini-batch, so counting its own numbers the steps.
-        step = sum(recorder.stage == stage for recorder in self._recorders)
-        self._recorders.append(Recorder(stage, step=step, device=device, clocks=self._clocks))
-        return self._recorders[-1]
+        self._num_steps[stage] += 1
+        self._recorders.append(recorder)
+        return recorder
 
     @property
     def spans(self) -> list[Span]:
