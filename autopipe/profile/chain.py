@@ -353,7 +353,9 @@ def profile_sublayers(
         shares = input_backward_shares(sublayers, modules, middle, rounds=min(repeats, 2))
     # (size, kind, sublayer); kinds are forward, backward, frozen.
     medians_s = np.median(rounds, axis=0)
-    spreads = _spreads(np.sum(rounds, axis=2))
+    # Every sublayer's quartiles, averaged over sizes.
+    by_size = np.moveaxis(np.sum(rounds, axis=2), 1, 0)
+    spreads = np.mean([[quartiles(repeats) for repeats in each.T] for each in by_size], axis=0)
     costs = []
     for index, sublayer in enumerate(sublayers):
         forward_s, backward_s, frozen_s = map(tuple, medians_s[:, :, index].T.tolist())
@@ -366,16 +368,10 @@ def profile_sublayers(
                 *times,
                 optimizer_bytes=0,
                 **sizes[index],
-                spread=spreads[index],
+                spread=tuple(spreads[index].tolist()),
             )
         )
     return MeasuredChain(tuple(costs), _totals(rounds))
-
-
-def _spreads(rounds_s: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
-    """Return every sublayer's quartiles, averaged over sizes; (round, size, sublayer) seconds."""
-    by_size = [[quartiles(repeats) for repeats in each.T] for each in np.moveaxis(rounds_s, 1, 0)]
-    return [(low, high) for low, high in np.mean(by_size, axis=0).tolist()]
 
 
 def join_chains(chains: Sequence[MeasuredChain]) -> MeasuredChain:

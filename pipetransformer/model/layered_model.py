@@ -130,7 +130,10 @@ class LayeredModel:
         if not self.inputs:
             raise ValueError("inputs is empty; name the batch entry that the first sublayer takes")
         self._names = _assign_names(model, self.sublayers, self.unused)
-        self.owners = _owners(self._names)
+        self.owners: dict[str, int] = {}
+        for index, own in enumerate(self._names):
+            for name in own:
+                self.owners.setdefault(name, index)
         counts = Counter(chain(*self._names))
         self.shared = frozenset(name for name, num in counts.items() if num > 1)
         self._slots = _find_slots(model, self.sublayers)
@@ -416,15 +419,6 @@ def _assign_names(
             "a sublayer, or its name into unused if no forward reads it"
         )
     return names
-
-
-def _owners(names: Sequence[tuple[str, ...]]) -> dict[str, int]:
-    """Return each tensor's first sublayer."""
-    owners: dict[str, int] = {}
-    for index, own in enumerate(names):
-        for name in own:
-            owners.setdefault(name, index)
-    return owners
 
 
 def _find_slots(

@@ -104,7 +104,9 @@ def adapt(
         refuse_wrapper(model)
         assert read is not None, "parts are found by running the model"
         return adapt_parts(model, parts, read, loss_fn=loss_fn, computes_in=computes_in)
-    kind = _known_kind(model)
+    # A model's class, or the nearest base, that has an adapter.
+    kinds = type(model).__mro__
+    kind = next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
     if kind is not None:
         build = _BUILDERS.get(kind) or _BUILDERS[qualified_name(kind)]
         try:
@@ -143,12 +145,6 @@ def register_adapter(kind: type[nn.Module] | str, build: Callable[[Any], Layered
         kind: the class, or its "module.Class" where importing it here would be slow.
     """
     _BUILDERS[kind] = build
-
-
-def _known_kind(model: object) -> type[Any] | None:
-    """Return a model's class, or the nearest base, that has an adapter; None if none has."""
-    kinds = type(model).__mro__
-    return next((k for k in kinds if k in _BUILDERS or qualified_name(k) in _BUILDERS), None)
 
 
 def refuse_no_module(model: Any) -> None:

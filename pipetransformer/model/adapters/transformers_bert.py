@@ -52,7 +52,10 @@ def _build(family: Family, task: TextTask, model: Any) -> LayeredModel:
     if hasattr(encoder, "embeddings_project"):
         embeddings = _Projected(embeddings, encoder.embeddings_project)
     sublayers = transformer_sublayers(embeddings, blocks, head, attention_sides=(MASK,))
-    return task.present(model, sublayers, INPUTS, unused=_unused(family, task, model))
+    # A pooler has no part in the outputs of tokens.
+    names = [name for name, _ in model.named_parameters()] if task is not TEXTS else []
+    unused = [name for name in names if name.startswith(f"{family.encoder}.pooler.")]
+    return task.present(model, sublayers, INPUTS, unused=unused)
 
 
 def _build_distilled(family: Family, task: TextTask, model: Any) -> LayeredModel:
@@ -81,13 +84,6 @@ def _head(family: Family, task: TextTask, model: Any) -> Any:
     if family.prefix == "Bert":
         return nn.Sequential(model.bert.pooler, model.dropout, model.classifier)
     return model.classifier  # It takes the first token's state itself.
-
-
-def _unused(family: Family, task: TextTask, model: nn.Module) -> list[str]:
-    """Name the parameters of a pooler that has no part in the output."""
-    names = [name for name, _ in model.named_parameters()]
-    prefix = f"{family.encoder}.pooler."
-    return [] if task is TEXTS else [name for name in names if name.startswith(prefix)]
 
 
 @final
