@@ -3,7 +3,8 @@
                    as it is                    while an epoch begins
     data set       gives a sample              gives its index
     batch sampler  draws batches as needed     draws all of the epoch's, and announces them;
-                                               as needed, if it draws numbers for each
+                                               as needed, if it draws numbers for each, or is the
+                                               user's own, and may look at what the loop does
     collate_fn     makes a batch of samples    makes a batch of indices
     workers        read samples                none: the function knows how to read ahead
 
@@ -30,6 +31,8 @@ _FIELDS = (
     "persistent_workers", "generator", "_iterator",
 )  # fmt: skip
 """What is swapped, or asked, of a loader: fields of the object itself, one of them private."""
+_PURE = {"torch", "accelerate", "transformers", "lightning", "lightning_fabric", "datasets"}
+"""Packages whose samplers draw all of an epoch alike, whenever they are asked."""
 _MOST_ROUNDS = 100
 """How often an epoch may give each sample, on average."""
 
@@ -181,7 +184,15 @@ class _Announced(_InPlaceOf[Any]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Now: some samplers draw numbers here, others at their first batch.
-        return self._batches(iter(self._own))
+        batches = iter(self._own)
+        # Workers read ahead, so that what a loop does comes late for any sampler.
+        if self._reads_ahead or _is_pure(self._own):
+            return self._batches(batches)
+        return self._as_needed(batches)
+
+    def _as_needed(self, batches: Iterator[Any]) -> Iterator[list[int]]:
+        self._announce([])
+        yield from map(list, batches)
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[list[int]]:
         states = states_of(self._owners)  # Behind the seed that a loader draws.
@@ -206,8 +217,7 @@ class _Announced(_InPlaceOf[Any]):
         if draws_each and not self._reads_ahead:
             # It draws numbers for each batch, between those of the loop: so it must go on.
             states.put_back()
-            self._announce([])
-            yield from map(list, self._own)
+            yield from self._as_needed(iter(self._own))
             return
         self._announce(drawn)
         yield from drawn
@@ -223,3 +233,11 @@ class _Announced(_InPlaceOf[Any]):
             return len(self)
         except TypeError:
             return None
+
+
+def _is_pure(sampler: Any) -> bool:
+    """Return whether a sampler, and those within it, are of packages that are known."""
+    kind = type(sampler).__module__.partition(".")[0]
+    own = kind in _PURE or isinstance(sampler, (list, tuple, range))
+    held = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+    return own and all(_is_pure(one) for one in held if one is not None)

@@ -419,7 +419,8 @@ class Endless:
 
 def test_a_sampler_without_an_end_is_refused(tmp_path: Path) -> None:
     texts = Samples(dict(data(TEXTS).tensors))
-    loader: DataLoader[Any] = DataLoader(texts, batch_sampler=Endless())  # type: ignore[arg-type]
+    # Without workers it would be drawn as needed.
+    loader: DataLoader[Any] = DataLoader(texts, batch_sampler=Endless(), num_workers=1)  # type: ignore[arg-type]
     with attach(build(TEXTS), freeze=DEPTH, cache_folder=tmp_path) as cached:
         with pytest.raises(ValueError, match="seems to have no end"):
             next(cached.epoch(loader))
