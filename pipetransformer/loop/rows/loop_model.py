@@ -124,7 +124,8 @@ class LoopModel:
             collation.alone,
             self._read_bundles,
         )
-        self.data = DataWatch(loader.dataset, [n for one in calls for n in one.parameters])
+        inputs = [name for one in calls for name in one.parameters]
+        self.data = DataWatch(loader.dataset, inputs, function)
         had = {id(parameter) for parameter in model.parameters()}
         device = next(model.parameters()).device
         with left_alone(model, device), in_own_forward(model):
