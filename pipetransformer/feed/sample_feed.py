@@ -208,6 +208,10 @@ class SampleFeed:
         """End the workers; the next that read see the data set as it is then."""
         self._foreseen.close()
 
+    def compare_weights(self) -> None:
+        """Have the next fetch compare values of frozen weights, as an epoch's first one does."""
+        self._epoch = -1
+
     def fetch(self, ids: Tensor, *, epoch: int, keeps: bool) -> Batch:
         """See `Rows.fetch`."""
         if self._cache is None:

@@ -189,11 +189,16 @@ class CachedLoop:
         return self._freezes.advice if isinstance(self._freezes, EpochPolicy) else None
 
     def freeze_bottom(self, num_frozen: int) -> None:
-        """Freeze this many blocks from the next epoch on.
+        """Freeze this many blocks from the next epoch on. Parts stay frozen until `close`.
 
         Raises:
-            ValueError: this is a dry run.
+            ValueError: this is a dry run, or nothing but parts is frozen and nothing would thaw.
         """
+        if PARTS in self._settings and not num_frozen and not self.num_frozen:
+            raise ValueError(
+                "freeze_bottom counts blocks beside parts=, and none is frozen; parts stay frozen "
+                "until `close`: close this loop, thaw them by requires_grad_, and go on without it"
+            )
         if isinstance(self._freezes, EpochPolicy) and self._freezes.dry_run:
             raise ValueError("a dry run freezes nothing; attach the model without dry_run=True")
         self._stop_watching()

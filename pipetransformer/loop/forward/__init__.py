@@ -8,7 +8,12 @@ model_watch: what is changed by hand               rounding: what rounded rows c
 
 from pipetransformer.loop.forward.forward_call import LoopCall, RowBatch, guessed_call, learning
 from pipetransformer.loop.forward.model_hooks import ModelHook
-from pipetransformer.loop.forward.model_watch import InnerHooks, ModelWatch, left_alone
+from pipetransformer.loop.forward.model_watch import (
+    InnerHooks,
+    ModelWatch,
+    left_alone,
+    looking_hook,
+)
 from pipetransformer.loop.forward.partial_forward import PartialForward
 from pipetransformer.loop.forward.replaced_forward import in_own_forward
 from pipetransformer.loop.forward.rounding import compare_rounded
@@ -23,5 +28,5 @@ from pipetransformer.loop.forward.short_forward import ShortForward
 __all__ = [
     "InnerHooks", "LoopCall", "ModelHook", "ModelWatch", "NotHereError", "PartialForward", "Place",
     "RowBatch", "ShardedWeights", "ShortForward", "all_agree", "compare_rounded", "guessed_call",
-    "in_own_forward", "learning", "left_alone",
+    "in_own_forward", "learning", "left_alone", "looking_hook",
 ]  # fmt: skip

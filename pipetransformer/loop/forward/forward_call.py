@@ -215,9 +215,9 @@ class ForwardCall:
         needed |= {"return_dict"} if of_parts else set()
         derived = DERIVED if of_joined else ()
         self._ignored = frozenset((*TARGETS, *_HARMLESS, *derived)) - needed
-        # A decoder's inputs are made of labels: parts are known to do without these alone.
+        # What is frozen is known to do without these alone.
         harmless = {target for call in calls for target in call.targets.values()}
-        is_unknown = of_parts and self._may_read_targets()
+        is_unknown = bool(calls) and self._may_read_targets(model, of_parts=of_parts)
         self._unproven = frozenset({*TARGETS} - harmless if is_unknown else ())
 
     def learned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoopCall | None:
@@ -296,11 +296,14 @@ class ForwardCall:
             return True
         return type(value) is type(default) and not isinstance(value, Tensor) and value == default
 
-    def _may_read_targets(self) -> bool:
+    def _may_read_targets(self, model: nn.Module, *, of_parts: bool) -> bool:
         """Return whether targets may be more than what a loss is compared with."""
+        # In transformers a decoder's inputs are made of labels, and blocks do without them. BLIP
+        # that answers questions has a decoder, too, and is not said to be such a model.
         has_decoder = getattr(self._config, "is_encoder_decoder", True)
-        # BLIP that answers questions has a decoder, too, and is not said to be such a model.
-        return has_decoder or any(name.startswith("decoder_") for name in self.parameters)
+        has_decoder |= any(name.startswith("decoder_") for name in self.parameters)
+        own = type(getattr(model, "base_model", unwrapped(model))).__module__
+        return has_decoder if of_parts else not own.startswith(("transformers.", "peft."))
 
     def _wants_more(self) -> bool:
         return any(getattr(self._config, name, None) is True for name in self._unheld)

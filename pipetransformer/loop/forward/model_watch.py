@@ -6,8 +6,9 @@ Tensors are not looked at here: their versions tell.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, final
 
@@ -32,6 +33,8 @@ _HARMLESS = {
     "_require_grads_hooks", "_frozen_in_place", _AT_FIRST_FORWARD,
     # Of peft's models, which switch adapters; what each layer does is looked at by itself.
     "active_adapter", "_adapters_disabled",
+    # Its `generate` fills in what it lacks; a forward does not read it.
+    "generation_config",
 }  # fmt: skip
 """Attributes that change no number. TRL's DPO makes some anew in each step."""
 _UNCOUNTED = ("forward", *_HARMLESS)
@@ -113,10 +116,14 @@ class ModelWatch:
 
     def change(self) -> str:
         """Say what was changed, by name where it is a module's attribute."""
-        modules = dict(zip(map(id, self._attributes), self.modules, strict=True))
+        owners = dict(zip(map(id, self._attributes), self.modules, strict=True))
         for container, key in chain(self._changed_places(), self._added_places()):
-            if (module := modules.get(id(container))) is not None:
+            if (module := owners.get(id(container))) is not None:
                 return f"attribute {key!r} of {type(module).__name__} was changed"
+            for module in self.modules:
+                for name, value in vars(module).items():
+                    if container is value or container is getattr(value, "__dict__", None):
+                        return f"{key!r} in {name!r} of {type(module).__name__} was changed"
         return "attributes or hooks of frozen modules, or around them, were changed"
 
     def _changed_places(self) -> Iterator[_Place]:
@@ -303,6 +310,45 @@ class InnerHooks:
         )
 
 
+def looking_hook(blocks: Sequence[nn.Module], run: Callable[[], object]) -> str:
+    """Name a module with a hook that only looks at it in a run, and would see rows; "" for none.
+
+    A hook that changes what it is given is a part of what rows are made from. The last block's
+    own hooks act on rows.
+    """
+    looked = list[str]()
+
+    def noted(name: str, hook: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        answer = hook(*given, **named)
+        if answer is None:
+            looked.append(name)
+        return answer
+
+    places = [
+        (vars(module)[kind], f"{name!r} of block {place}" if name else f"block {place}")
+        for place, block in enumerate(blocks)
+        for name, module in block.named_modules()
+        for kind in HOOKS
+        if name or place < len(blocks) - 1
+    ]
+    missed = [
+        (table, key, hook, name)
+        for table, name in places
+        for key, hook in table.items()
+        if not _is_missed_by_nobody(hook)
+    ]
+    if not missed:
+        return ""
+    try:
+        for table, key, hook, name in missed:
+            table[key] = partial(noted, name, hook)
+        run()
+    finally:
+        for table, key, hook, _ in missed:
+            table[key] = hook
+    return next(iter(looked), "")
+
+
 def _is_missed_by_nobody(hook: Any) -> bool:
     # Those of libraries act on their module alone, as weight norm's.
     owner = hook if hasattr(hook, "__qualname__") else type(hook)
@@ -320,6 +366,9 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
+        # transformers writes a dtype's name in its place as it saves.
+        if {type(one), type(other)} == {torch.dtype, str}:
+            return str(one).removeprefix("torch.") == str(other).removeprefix("torch.")
         # peft makes a list of an adapter's name when it switches to another and back.
         mine, others = ([each] if isinstance(each, str) else each for each in (one, other))
         return type(mine) is type(others) is list and mine == others

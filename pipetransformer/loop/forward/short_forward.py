@@ -338,11 +338,16 @@ class ShortForward:
             # peft lets adapters learn whenever it switches them, those of frozen blocks, too.
             for name in thawed.keys() & adapter_names(self._task.model.model):
                 thawed.pop(name).requires_grad_(False)
-        if thawed:
-            raise ValueError(
-                f"{next(iter(thawed))!r} of a frozen block needs a gradient again, which rows do "
-                "not have: thaw by what you gave as freeze=, or with `freeze_bottom`"
-            )
+        if not thawed:
+            return
+        what, how = "block", "thaw by what you gave as freeze=, or with `freeze_bottom`"
+        if self._parts.names:
+            what = "part"
+            how = "parts stay frozen until `close`, or the end of a training with the callback"
+        raise ValueError(
+            f"{next(iter(thawed))!r} of a frozen {what} needs a gradient again, which rows do not "
+            f"have: {how}"
+        )
 
     def _forward(self, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         rows, call = self._rows, self._row.calls[index]

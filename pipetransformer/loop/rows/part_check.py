@@ -12,7 +12,7 @@ from pipetransformer.loop.batches import Bundles
 from pipetransformer.loop.forward import LoopCall, ModelWatch, PartialForward
 from pipetransformer.loop.rows.loop_model import refuse_rounding
 from pipetransformer.loop.rows.row_probe import RowProbe
-from pipetransformer.model import Task, parts_forward_of, row_of
+from pipetransformer.model import Task, forward_parameters, parts_forward_of, row_of
 
 
 def refuse_wrong_rows(task: Task, samples: Samples) -> None:
@@ -27,13 +27,14 @@ def refuse_wrong_rows(task: Task, samples: Samples) -> None:
         read = {name: entries[name].to(device) for name in sides if name in entries}
         return own.answer(rows, {**read, **targets})
 
-    call = LoopCall({name: name for name in layered.inputs})
+    targets = {name: name for name in layered.targets if name in forward_parameters(layered.model)}
+    call = LoopCall({name: name for name in layered.inputs}, targets=targets)
     example = samples.probe([0, len(samples.dataset) // 2])
     probe = RowProbe(
         task,
         samples,
         PartialForward(task, example, call, Bundles({}, {}, lambda _: {})),
-        ModelWatch(layered.model.modules()),
+        (ModelWatch(layered.model.modules()),),
         device,
         short=from_rows,
         leave_out=lambda _: None,

@@ -23,7 +23,7 @@ from pipetransformer.feed import (
     own_random_numbers,
     refuse_counted_padding,
 )
-from pipetransformer.loop.batches import refuse_unlike, warn_of_draws
+from pipetransformer.loop.batches import collating_kept, refuse_unlike, warn_of_draws
 from pipetransformer.loop.forward import (
     LoopCall,
     ModelWatch,
@@ -41,6 +41,8 @@ from pipetransformer.processes import World
 
 _LOGGER = logging.getLogger(__name__)
 
+_MOST_CHANGES = 3
+"""Of a model by hand; where more come, most epochs would make their rows in vain."""
 _IF_RANDOM = (
     "cache_views= keeps a few fixed views of each sample; or change in the loop, behind the data "
     "set, what is to vary"
@@ -87,6 +89,8 @@ class RowBatches:
     Attributes:
         feed: samples, and rows of them.
         forward: of the model, from rows.
+        num_changes: how often the user has changed what is frozen, or lies around it.
+        are_wrong: whether such a change made rows wrong: then forwards have none.
     """
 
     def __init__(
@@ -101,6 +105,8 @@ class RowBatches:
         self._device = next(self._task.model.model.parameters()).device
         self._is_made_of_rows = known.form.is_whole and not known.is_read_whole
         self._weights = weights = known.weights
+        self.num_changes, self._num_edits, self.are_wrong = 0, 0, False
+        self._above: ModelWatch | None = None
         watch = self._are_edited if weights is not None else None
         prefix = FrozenPrefix(self._task, known.run_blocks, watch)
         self._places, self._versions, self._values = list[Place](), list[tuple[int, ...]](), 0
@@ -117,6 +123,7 @@ class RowBatches:
             self.feed.keeper.look_for_randomness()
         if self._task.config.cache_views is None:  # Else each view is drawn under its own seed.
             warn_of_draws(self.feed, known.whole, is_read_here=known.is_read_here)
+        known.data.settle()
         # Last, as it hooks into the model.
         self.forward = ShortForward(
             prefix,
@@ -133,6 +140,7 @@ class RowBatches:
         """Take note of all batches of an epoch. Collective where weights are parted."""
         self._notice_edits()
         self._notice_edited_parts()
+        self._notice_changes_above()
         self._place.to_come.clear()  # The loop may have left the last epoch early.
         self._place.to_come.extend(
             _Coming(self._place.epoch, own, self._ids(own)) for own in drawn
@@ -178,14 +186,23 @@ class RowBatches:
 
     def _notice_edits(self) -> None:
         """Use no row, and no batch, of samples that were edited in memory since."""
-        if not self._known.data.changed():
+        if not (what := self._known.data.changed()):
             return
         self._place.edit_epoch = self._place.epoch
         self.feed.prefix.begin_edition()
-        if self.feed.prefix.depth:
+        if not self.feed.prefix.depth:
+            return
+        self._num_edits += 1
+        if self._num_edits <= _MOST_CHANGES:
             _LOGGER.warning(
-                "samples were edited in memory since the last epoch: what frozen blocks return is "
-                "computed anew"
+                "%s since the last epoch: what frozen blocks return is computed anew", what
+            )
+        elif self.feed.keeper.may_cache:
+            self.feed.keeper.give_up()
+            _LOGGER.warning(
+                "no cache from now on: %s since the last epoch, and so it was %d times before",
+                what,
+                _MOST_CHANGES,
             )
 
     def _ids(self, indices: list[int]) -> Tensor:
@@ -327,6 +344,34 @@ class RowBatches:
                 what,
             )
             self.feed.prefix.begin_edition()
+            self.num_changes += 1
+            self._look_again(f"{what} again" if self.is_unsteady else "")
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Return whether the model was changed so often that rows are made in vain."""
+        return self.num_changes > _MOST_CHANGES
+
+    def _notice_changes_above(self) -> None:
+        """Look at the model again where modules above the blocks are others than they were."""
+        if self._above is not None and self.feed.prefix.depth and self._above.changed():
+            self._look_again()
+
+    def _look_again(self, why: str = "") -> None:
+        """Use no rows from now on where there is a reason, or a look finds one."""
+        if self._weights is not None:  # Ranks look together, and may find a change apart.
+            return
+        depth, data = self.feed.prefix.depth, self._known.whole
+        if not why:
+            with (
+                collating_kept(data.dataset, data.collation.function),
+                own_random_numbers(self._device),
+            ):
+                why = self.why_not(depth)
+            self.forward.set_depth(depth)
+        if why and not self.are_wrong:
+            self.are_wrong, self.forward.is_awaited = True, False
+            _LOGGER.warning("no cache from now on: %s", why)
 
     def _compare_rounded(self, ids: Tensor, epoch: int) -> None:
         """Log what rounded rows change of a batch."""
@@ -364,7 +409,7 @@ class RowBatches:
         """Return a batch's rows; None where one of its samples has none."""
         rows, packing = fetched.get(HIDDEN), self._known.partial.row.packing
         lacks = rows is not None and packing is not None and packing.lacks(rows)
-        return None if lacks else rows
+        return None if lacks or self.are_wrong else rows
 
     def _read_inputs(self, batch: RowBatch) -> Mapping[str, Tensor]:
         if batch.epoch < self._place.epoch:
@@ -405,12 +450,15 @@ class RowBatches:
         """Return why rows of so many blocks would be wrong; "" where nothing was found."""
         known, forward = self._known, self.forward
         forward.watch = watch = ModelWatch(known.watched(depth))
+        below = {*watch.modules}
+        model = self._task.model.model
+        self._above = above = ModelWatch(one for one in model.modules() if one not in below)
         forward.set_depth(depth)
         probe = RowProbe(
             self._task,
             known.samples,
             known.partial,
-            watch,
+            (watch, above),
             self._device,
             short=self._from_rows,
             leave_out=partial(setattr, forward, "leaves_out"),
@@ -420,6 +468,7 @@ class RowBatches:
         finally:
             forward.give_back()
         watch.renew()
+        above.renew()
         return why
 
     def account(self) -> RowAccount:
@@ -443,8 +492,13 @@ class RowBatches:
         batch = self._row_batch(fetched, ids, self._place.epoch)
         batch.depth = self.forward.depth
         given = {name: entry.to(self._device) for name, entry in batch.entries().items()}
+        num_served = self.forward.num_served
         with self._by_ourselves():
-            return known.partial.whole({**given, **targets}, is_opened=True)
+            answer = known.partial.whole({**given, **targets}, is_opened=True)
+        if self.forward.num_served == num_served:
+            raise RuntimeError("a forward to be looked at has not used its rows")
+        self.forward.num_served = num_served
+        return answer
 
     @contextmanager
     def _by_ourselves(self) -> Iterator[None]:

@@ -11,7 +11,6 @@ Each finding is a sentence. Nothing is changed by a look; no copy of the model i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,9 +24,14 @@ from autopipe.random_state import random_state
 from pipetransformer.checks import differ
 from pipetransformer.feed import Batch, Samples
 from pipetransformer.loop.batches import TOKENS
-from pipetransformer.loop.forward import InnerHooks, ModelWatch, PartialForward, left_alone
+from pipetransformer.loop.forward import (
+    InnerHooks,
+    ModelWatch,
+    PartialForward,
+    left_alone,
+    looking_hook,
+)
 from pipetransformer.model import (
-    TARGETS,
     Reads,
     Task,
     UnlikeAnswerError,
@@ -52,6 +56,7 @@ class RowProbe:
 
     Args:
         samples: of the data set.
+        watches: of the model; what its forward itself changes is watched no more.
         short: runs the model's own forward on samples' entries, from their rows.
         leave_out: says whether `short` leaves out what lies below the blocks.
     """
@@ -59,7 +64,7 @@ class RowProbe:
     task: Task
     samples: Samples
     partial: PartialForward
-    watch: ModelWatch
+    watches: tuple[ModelWatch, ...]
     device: torch.device
     short: Callable[[Batch, Tensor, Mapping[str, Tensor]], Any]
     leave_out: Callable[[bool], None]
@@ -87,6 +92,10 @@ class RowProbe:
         entries, targets = self._split(together)
         with torch.no_grad():
             hidden, answers = self._run(entries, depth)
+            if not self._is_packed:
+                name = looking_hook(row.frozen(depth), lambda: self._run(entries, depth))
+                if name:
+                    raise _Finding(f"a hook on {name} looks at what would be rows, or not come")
         is_joined = self.task.model.padding_mask == TOKENS
         if is_joined:  # In one row they see each other in either mode.
             self._look_at_mates(ids, entries, hidden, answers, depth)
@@ -94,6 +103,10 @@ class RowProbe:
         if not is_joined:
             self._look_at_mates(ids, entries, hidden, answers, depth)
         self._look_from_rows(entries, hidden, targets, may_leave_out=may_leave_out)
+
+    def _ignore_changes(self) -> None:
+        for watch in self.watches:
+            watch.ignore_changes()
 
     @property
     def _is_packed(self) -> bool:
@@ -111,14 +124,14 @@ class RowProbe:
         return any(a.shape != b.shape or self._differ(a, b) for a, b in pairs)
 
     def _split(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return a batch's inputs, and those of its other entries that a forward may be given."""
+        """Return a batch's inputs, and the targets that the loop gives a forward."""
         inputs = self.task.model.inputs
-        parameters = forward_parameters(self.task.model.model)
-        takes = [name for name in TARGETS if name in parameters and name not in inputs]
         taken = {*inputs, self.task.model.padding_mask}
+        takes = {*forward_parameters(self.task.model.model)} - {*inputs}
+        targets = {n: one for n, one in self.partial.call.targets.items() if one in takes}
         return (
             {name: entry for name, entry in batch.items() if name in taken},
-            {name: batch[name].to(self.device) for name in takes if name in batch},
+            {one: batch[name].to(self.device) for name, one in targets.items() if name in batch},
         )
 
     def _run(self, entries: Batch, depth: int, **mode: Any) -> tuple[Tensor, list[Any]]:
@@ -132,9 +145,9 @@ class RowProbe:
         row, entrance = self.partial.row, self.partial.row.entrance
         blocks = [*row.frozen(depth), *(module for module, _ in row.idle)]
         read = set[int]()
-        with torch.enable_grad(), Reads(read.add) if self._is_packed else nullcontext():
+        with torch.enable_grad(), Reads(read.add):
             trained, answers = self._run_without_draws(entries, depth)
-        self.watch.ignore_changes()
+        self._ignore_changes()
         # A packed row has no graph, and another chain hands on nothing but its hidden state.
         tokens = entries.get(TOKENS)
         begins = (len(hidden),) if tokens is None else (1, int(tokens.sum()))
@@ -288,7 +301,10 @@ class RowProbe:
         ):
             torch.manual_seed(0)
             leaves = tensors_in(run())
-            self.watch.ignore_changes()
+            self._ignore_changes()
+            # Also what it keeps aside, for a loss.
+            kept = tree_leaves([attributes_of(module) for module in model.modules()])
+            leaves += (one.clone() for one in kept if isinstance(one, Tensor))
             return [*leaves, *(t.clone() for _, t in model.named_buffers())]
 
 
@@ -301,10 +317,21 @@ def _plain_leaves(answer: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(answer) if not isinstance(leaf, Tensor)]
 
 
-def tensors_in(answer: Any) -> list[Tensor]:
-    has_fields = hasattr(answer, "__dict__") and not isinstance(answer, Tensor)
-    leaves = tree_leaves(dict(vars(answer)) if has_fields else answer)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def tensors_in(answer: Any, *, depth: int = 3) -> list[Tensor]:
+    """Return the tensors of an answer, also those in attributes of objects within."""
+    found = list[Tensor]()
+    for leaf in tree_leaves(answer):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and _is_opened(leaf):
+            found += tensors_in(dict(vars(leaf)), depth=depth - 1)
+    return found
+
+
+def _is_opened(value: Any) -> bool:
+    # Keys and values for the next token, which no training reads.
+    is_cache = any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+    return hasattr(value, "__dict__") and not is_cache and not isinstance(value, (nn.Module, type))
 
 
 def _learned(hidden: Tensor, begins: tuple[int, ...]) -> str:

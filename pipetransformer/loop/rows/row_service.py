@@ -31,7 +31,7 @@ from pipetransformer.loop.batches import (
     is_same_dataset,
     is_same_function,
 )
-from pipetransformer.loop.forward import LoopCall, ShardedWeights, ShortForward
+from pipetransformer.loop.forward import LoopCall, ShardedWeights, ShortForward, all_agree
 from pipetransformer.loop.rows.frozen_blocks import FrozenBlocks
 from pipetransformer.loop.rows.frozen_parts import FrozenParts
 from pipetransformer.loop.rows.loop_model import look_at
@@ -92,6 +92,7 @@ class RowService:
         self._shown_for = 0
         self._has_told = False
         self._begun = WeakSet[DataLoader[Any]]()  # Loaders that have begun an epoch.
+        self._ends_workers = False  # Where the loader's own begin anew with each epoch.
         self._account: RowAccount | None = None
         check_model(model, known)
         self._weights: ShardedWeights | None = (
@@ -163,8 +164,9 @@ class RowService:
 
     def _learn(self, call: LoopCall) -> ShortForward:
         """Serve the loop as it calls its model, which is not what was expected, or is more."""
-        gives_as_many = {*call.targets.values()} >= {*self._call.targets.values()}
-        keeps = gives_as_many or not self.task.model.reads_by_labels
+        given, known = ({*one.targets.values()} for one in (call, self._call))
+        # Targets that were not looked at may reach what is frozen.
+        keeps = given <= known and (given == known or not self.task.model.reads_by_labels)
         if self.forward.is_confirmed:
             self._add_column(call)
         elif self._call.has_rows_of(call) and keeps:
@@ -285,7 +287,8 @@ class RowService:
 
     def set_depth(self, num_frozen: int) -> None:
         """Freeze so many blocks, and have rows of what is frozen. Collective."""
-        if num_frozen == self.num_frozen:
+        is_steady = all_agree(not self._batches.are_wrong, self.world.group)
+        if num_frozen == self.num_frozen and is_steady:
             return
         self._bring_back()
         if self._parts is not None:
@@ -346,6 +349,8 @@ class RowService:
         is_asked = self._settings.caches is not False
         is_to_come = depth == 0 and is_asked and self.may_ever_serve
         may_have = depth > 0 and is_asked and self.feed.keeper.may_cache and not self.sees_first
+        may_have &= not self._batches.is_unsteady
+        self._batches.are_wrong = False
         if not (may_have and self._are_rows_right(depth) and self._pays()):
             depth = 0
         self._note_stats()
@@ -413,6 +418,8 @@ class RowService:
         is_first = base not in self._begun and base._iterator is None
         self._begun.add(base)
         draws = not base.persistent_workers or is_first
+        # Now, as meanwhile the loader has none.
+        self._ends_workers = base.num_workers > 0 and not base.persistent_workers
 
         def announce(drawn: Sequence[list[int]]) -> None:
             self.announce(drawn)
@@ -431,8 +438,8 @@ class RowService:
 
     def announce(self, drawn: Sequence[list[int]]) -> None:
         """Take note of all batches of an epoch."""
-        if self._base.num_workers and not self._base.persistent_workers:
-            self.feed.end_workers()  # As the loader's own begin anew with each epoch.
+        if self._ends_workers:
+            self.feed.end_workers()
         self._batches.announce(drawn)
         self.release()
 
@@ -465,6 +472,7 @@ class RowService:
                     num_bytes = 0 if (store := self.feed.keeper.store) is None else store.num_bytes
                     bar.set_postfix_str(f"{num_bytes / 2**20:.0f} MiB", refresh=False)
         self.take_stats()  # They are of no step.
+        self.feed.compare_weights()
         self.release()
 
     def release(self) -> None:

@@ -232,8 +232,12 @@ def test_a_batch_that_is_kept_has_the_rows_of_today(story: Story, caplog: Caplog
 
 @stories(
     block=Story(edit=lambda loop: replace_block(loop, 3)),
-    adapter_scale=Story(prepare=adapt, edit=lambda loop: rescale(loop, 3), is_within=True),
-    norm_eps=Story(model(LAYER_NORMED), edit=sets("blocks.3.norm", "eps", 0.5), is_within=True),
+    adapter_scale=Story(
+        prepare=adapt, edit=lambda loop: rescale(loop, 3), is_within=True, num_epochs=4
+    ),
+    norm_eps=Story(
+        model(LAYER_NORMED), edit=sets("blocks.3.norm", "eps", 0.5), is_within=True, num_epochs=4
+    ),
 )
 def test_an_edit_above_frozen_blocks_is_served(story: Story, caplog: Caplog) -> None:
     assert_served(story, caplog)
