@@ -103,8 +103,9 @@ def counted(model: Any, blocks: Iterable[nn.Module]) -> Any:
     """Have a model's blocks freeze, and count their runs with gradients; return the model."""
     run, layers = _RUNS[-1], [*blocks]
 
-    def count(*_: object) -> None:
+    def count(_module: object, _given: object, answer: Any) -> Any:
         run.block_runs[-1] += torch.is_grad_enabled()
+        return answer  # A hook that only looked would have no rows.
 
     # The last part of the first block: hooks on the block itself act where rows are read, too.
     leaf = [part for part in layers[0].modules() if not [*part.children()]][-1]
