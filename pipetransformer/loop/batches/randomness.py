@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.random_state import random_state
 from pipetransformer.feed import (
@@ -72,6 +73,7 @@ def warn_of_draws(feed: SampleFeed, samples: Samples, *, is_read_here: bool) -> 
 
 
 _CPU = torch.device("cpu")
+_MOST_LEVELS, _MOST_HELD, _MOST_MEMBERS = 5, 1000, 64
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -105,13 +107,35 @@ def _put(generator: Any, raw: Any) -> None:
 
 
 def _held_by(owners: tuple[object, ...]) -> Iterator[object]:
-    """Yield objects' attributes, and those of these: a data set's transforms hold generators."""
-    for owner in owners:
-        for value in list(getattr(owner, "__dict__", {}).values()):
-            yield value
-            several = value if isinstance(value, (list, tuple)) and len(value) <= 64 else [value]
-            for one in several:
-                yield from getattr(one, "__dict__", {}).values()
+    """Yield what objects hold, in attributes, lists, closures and arguments, some levels deep.
+
+    A data set's transforms hold generators. Of modules, which are many, two levels are enough.
+    """
+    seen = set[int]()
+    waiting = [(owner, 2 if isinstance(owner, nn.Module) else _MOST_LEVELS) for owner in owners]
+    while waiting and len(seen) < _MOST_HELD:
+        value, levels = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if levels:
+            waiting += ((one, levels - 1) for one in _members_of(value))
+
+
+def _members_of(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [*value] if len(value) <= _MOST_MEMBERS else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    own = [*getattr(value, "__dict__", {}).values()] if not isinstance(value, type) else []
+    if isinstance(value, FunctionType):
+        with suppress(ValueError):  # A name that is yet to be bound.
+            own += [cell.cell_contents for cell in value.__closure__ or ()]
+        own += value.__defaults__ or ()
+    return own
 
 
 def _generators_of(owners: tuple[object, ...]) -> list[Any]:
@@ -159,12 +183,17 @@ def collating_kept(dataset: object, collate: object) -> Iterator[None]:
     A data set's numbers stay: they may say where a file of its own stands.
     """
     own = attributes_of(collate)
-    numbers = numbers_in(own)
+    # A generator that is made at its first use is to be made anew.
+    names = {*own}
+    kept = numbers_in(own) | {name: value for name, value in own.items() if value is None}
     with generators_kept(dataset, collate):
         try:
             yield
         finally:
-            own.update(numbers)
+            made = [n for n, value in own.items() if n not in names and isinstance(value, _KINDS)]
+            for name in made:
+                del own[name]
+            own.update(kept)
 
 
 @contextmanager

@@ -292,7 +292,7 @@ class ForwardCall:
 
     def _is_default(self, name: str, value: Any) -> bool:
         default = self._defaults.get(name)  # What `**kwargs` takes is None where it is absent.
-        if value is default or (value is False and (name in _OFF or name not in self._defaults)):
+        if value is default or (value is False and name in _OFF):
             return True
         return type(value) is type(default) and not isinstance(value, Tensor) and value == default
 

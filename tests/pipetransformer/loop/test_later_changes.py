@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import freeze as freezing
 from pipetransformer import attach
@@ -318,6 +328,41 @@ def test_a_sampler_of_the_user_s_own_draws_when_the_loop_asks() -> None:
         return DataLoader(data, batch_sampler=BatchSampler(GoingOn(data), 4, False))
 
     assert sum(assert_same(resumed, most=2)) > 0
+
+
+class Noisy:
+    """Add noise from a generator that is made when it is first used."""
+
+    draws: np.random.Generator | None = None
+
+    def __call__(self, items: list[Any]) -> Any:
+        self.draws = self.draws or np.random.default_rng(0)
+        return noisy(items, self.draws)
+
+
+def noisy(items: list[Any], draws: np.random.Generator) -> Any:
+    x, y = default_collate(items)
+    return x + torch.from_numpy(draws.standard_normal(x.shape)), y
+
+
+def closed_over(draws: np.random.Generator) -> Callable[[list[Any]], Any]:
+    return lambda items: noisy(items, draws)
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        Noisy,
+        lambda: partial(noisy, draws=np.random.default_rng(0)),
+        lambda: closed_over(np.random.default_rng(0)),
+    ],
+    ids=["made at first use", "a partial's", "a closure's"],
+)
+def test_a_look_moves_no_generator_of_a_collate_fn(collate: Callable[[], Any]) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(tensors(), 8, shuffle=True, collate_fn=collate())
+
+    assert sum(assert_same(make)) == 0
 
 
 def test_weights_written_behind_a_fill_are_compared() -> None:
