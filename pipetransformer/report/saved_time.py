@@ -2,7 +2,7 @@
 
 steps of a depth      what they tell
 nothing is frozen     the seconds of the same training unfrozen
-all rows computed     the seconds of the same training, frozen without rows
+all rows computed     the same training, with all rows computed: they are kept, too
 rows read             only what they took
 """
 
@@ -113,7 +113,7 @@ class SavedTime:
         """
         if not any(depth for depth, _ in self._paces):
             return ""
-        beside = [("unfrozen", self._unfrozen()), ("frozen without rows", self._computed(took_s))]
+        beside = [("unfrozen", self._unfrozen()), ("with all rows computed", self._computed(took_s))]
         compared = [
             f"{predicted.beside(took_s)} than {what} ({predicted})"
             for what, predicted in beside

@@ -19,7 +19,7 @@ from tests.pipetransformer.loop.test_second_trainings import KIND, trainer_of
 
 NUM, BATCHES = 24, 6
 UNFROZEN = r"(no|\d+%) less than unfrozen \(\S+ ± \S+ s\)"
-COMPUTED = r"(no|\d+%) less than frozen without rows \(\S+ ± \S+ s\)"
+COMPUTED = r"(no|\d+%) less than with all rows computed \(\S+ ± \S+ s\)"
 
 
 @pytest.fixture(autouse=True)

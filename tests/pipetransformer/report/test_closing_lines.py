@@ -61,7 +61,7 @@ def test_the_end_says_once_what_was_saved_beside_the_run_s_own_steps(
         told = steps[1:per_epoch]  # The first one also warms up.
         each_s = sum(one["seconds"] for one in told) / sum(one["samples"] for one in told)
         assert float(unfrozen[2]) == pytest.approx(each_s * report.samples, rel=0.01)
-    computed = re.search(PREDICTED.format("frozen without rows"), shown)
+    computed = re.search(PREDICTED.format("with all rows computed"), shown)
     assert (computed is not None) == (epochs != [0, 0, 0])
     if computed is not None:
         first = per_epoch if epochs == [0, 2, 2] else 0

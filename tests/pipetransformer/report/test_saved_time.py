@@ -30,7 +30,7 @@ def test_steps_of_each_kind_tell_what_all_would_have_taken() -> None:
     # Unfrozen 9 x 4 s; without rows the last three steps take 2 s each, and not 1 s.
     assert times.line(29.0, 0) == (
         "training took 29 s, by its own steps 19% less than unfrozen (36 ± 0 s), and 9% less than "
-        "frozen without rows (32 ± 0 s); 24 rows read, 24 computed"
+        "with all rows computed (32 ± 0 s); 24 rows read, 24 computed"
     )
 
 
@@ -51,7 +51,7 @@ def test_what_has_no_steps_of_its_own_is_not_told() -> None:
 def test_a_depth_at_which_no_step_computed_all_counts_as_it_was() -> None:
     upgraded: list[Step] = [(1.5, 3, CacheStats(upgrades=8))] * 2
     assert saved(*COMPUTED, *READ, *upgraded).line(15.0, 0) == (
-        "training took 15 s, by its own steps 17% less than frozen without rows (18 ± 0 s); "
+        "training took 15 s, by its own steps 17% less than with all rows computed (18 ± 0 s); "
         "24 rows read, 40 computed"
     )
 
@@ -59,7 +59,7 @@ def test_a_depth_at_which_no_step_computed_all_counts_as_it_was() -> None:
 def test_rows_that_were_computed_a_step_ahead_were_not_spared() -> None:
     ahead = [(3.0, 2, CacheStats(misses=8, ahead=8)), (1.0, 2, ALL)] * 3
     assert saved(*ahead, *READ).line(15.0, 0) == (
-        "training took 15 s, by its own steps no less than frozen without rows (17.4 ± 3 s); "
+        "training took 15 s, by its own steps no less than with all rows computed (17.4 ± 3 s); "
         "24 rows read, 48 computed"
     )
 
