@@ -108,7 +108,7 @@ LOOPS = (
                 lambda: (t.tiny(VIT), t.pictures(t.FIXED))),
     ForeignLoop("Trainer: run_image_classification, crops", "uncached", trained,
                 lambda: (t.tiny(VIT), t.pictures(t.RANDOM))),
-    ForeignLoop("Trainer: Whisper", "refused", trained,
+    ForeignLoop("Trainer: Whisper", "cached", trained,
                 lambda: (t.tiny(WHISPER), t.rows_of(SPEECH))),
     ForeignLoop("Trainer: T5", "refused", trained, lambda: (t.tiny(T5), t.padded(labels=NEXT))),
     ForeignLoop("TRL: SFTTrainer", "cached", tuned, lambda: (

@@ -113,7 +113,10 @@ class SavedTime:
         """
         if not any(depth for depth, _ in self._paces):
             return ""
-        beside = [("unfrozen", self._unfrozen()), ("with all rows computed", self._computed(took_s))]
+        beside = [
+            ("unfrozen", self._unfrozen()),
+            ("with all rows computed", self._computed(took_s)),
+        ]
         compared = [
             f"{predicted.beside(took_s)} than {what} ({predicted})"
             for what, predicted in beside

@@ -21,7 +21,8 @@ NAMED = {loop.name: loop for loop in table.LOOPS}
 def test_a_loop_ends_as_without_rows_and_is_served_as_is_due(name: str) -> None:
     outcome = outcome_of(NAMED[name])
     assert outcome.kind == outcome.loop.due, table.line_of(outcome)
-    assert bool(outcome.said) != (outcome.kind == "cached")
+    # What is served in part may do so silently, as a forward that runs where it is asked for more.
+    assert outcome.kind == "partly" or bool(outcome.said) != (outcome.kind == "cached")
 
 
 def test_other_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

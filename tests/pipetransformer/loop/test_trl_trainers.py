@@ -148,7 +148,9 @@ def train(case: Case, callback: Any, runs: Runs, folder: Path) -> Trained:
     torch.manual_seed(0)
     model: Any = build(case.kind).float()
     if case.kind is RATED:
-        model.score, model.num_labels, model.config.num_labels = nn.Linear(16, 1), 1, 1
+        # No bias: a difference of rewards has none, and AdamW makes steps of its rounding.
+        model.score = nn.Linear(16, 1, bias=False)
+        model.num_labels = model.config.num_labels = 1
     given: dict[str, Any] = {}
     if case.has_reference:
         given["ref_model"] = build(case.kind).float()
