@@ -13,7 +13,7 @@ which are compared where they are kept. Files that samples are read from are not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, final
@@ -26,7 +26,7 @@ from torch.utils.data import Subset, TensorDataset
 from autocache import fingerprint
 
 _TARGETS = ("targets", "labels")
-_MOST_ITEMS, _MOST_MEMBERS, _MOST_HASHED_BYTES = 100_000, 64, 1 << 12
+_MOST_ITEMS, _MOST_COLUMNS, _MOST_MEMBERS, _MOST_HASHED_BYTES = 100_000, 16, 64, 1 << 12
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _Setting = tuple[int, str, str]
 """An attribute: the id of its holder, the holder's class, and its name."""
@@ -50,14 +50,24 @@ class DataWatch:
         self._ignored |= self._changed_settings()
         self._settings = self._settings_now()
 
-    def changed(self) -> str:
-        """Say what was changed since the last call, or since the start; "" for nothing."""
+    def changed(self, *, samples_differ: Callable[[], bool] = lambda: True) -> str:
+        """Say what was changed since the last call, or since the start; "" for nothing.
+
+        Args:
+            samples_differ: asked where an attribute alone was changed, which may mean nothing.
+        """
         before, self._stamp = self._stamp, self._stamp_now()
         settings = self._changed_settings()
+        if before != self._stamp:
+            self._settings = self._settings_now()
+            return "samples were edited in memory"
+        if not settings:
+            return ""
         self._settings = self._settings_now()
-        for _, kind, name in settings:
-            return f"attribute {name!r} of {kind} was changed"
-        return "samples were edited in memory" if before != self._stamp else ""
+        if not samples_differ():
+            return ""
+        _, kind, name = next(iter(settings))
+        return f"attribute {name!r} of {kind} was changed"
 
     def _changed_settings(self) -> set[_Setting]:
         before, now = self._settings, self._settings_now()
@@ -109,7 +119,10 @@ def _samples_in(value: Any) -> Iterator[Any]:
     if isinstance(value, (Tensor, np.ndarray)):
         yield value
     elif type(value) in (list, tuple) and value and isinstance(value[0], (Tensor, np.ndarray)):
-        yield list(value[:_MOST_ITEMS])
+        if len(value) <= _MOST_COLUMNS:
+            yield from (one for one in value if isinstance(one, (Tensor, np.ndarray)))
+        else:
+            yield list(value[:_MOST_ITEMS])
 
 
 def _owner_of(function: Any) -> Any:

@@ -31,7 +31,10 @@ _FIELDS = (
     "persistent_workers", "generator", "_iterator",
 )  # fmt: skip
 """What is swapped, or asked, of a loader: fields of the object itself, one of them private."""
-_PURE = {"torch", "accelerate", "transformers", "lightning", "lightning_fabric", "datasets"}
+_PURE = {
+    "torch", "torchvision", "timm", "accelerate", "transformers", "sentence_transformers", "trl",
+    "datasets", "lightning", "lightning_fabric", "pytorch_lightning",
+}  # fmt: skip
 """Packages whose samplers draw all of an epoch alike, whenever they are asked."""
 _MOST_ROUNDS = 100
 """How often an epoch may give each sample, on average."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -111,16 +113,16 @@ def _held_by(owners: tuple[object, ...]) -> Iterator[object]:
 
     A data set's transforms hold generators. Of modules, which are many, two levels are enough.
     """
-    seen = set[int]()
-    waiting = [(owner, 2 if isinstance(owner, nn.Module) else _MOST_LEVELS) for owner in owners]
-    while waiting and len(seen) < _MOST_HELD:
-        value, levels = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if levels:
-            waiting += ((one, levels - 1) for one in _members_of(value))
+    for owner in owners:
+        most = math.inf if isinstance(owner, nn.Module) else _MOST_HELD
+        levels = 2 if isinstance(owner, nn.Module) else _MOST_LEVELS
+        waiting, seen = deque([(owner, levels)]), set[int]()
+        while waiting and len(seen) < most:
+            value, levels = waiting.popleft()
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield value
+                waiting.extend((one, levels - 1) for one in _members_of(value) if levels)
 
 
 def _members_of(value: Any) -> list[Any]:
@@ -183,17 +185,18 @@ def collating_kept(dataset: object, collate: object) -> Iterator[None]:
     A data set's numbers stay: they may say where a file of its own stands.
     """
     own = attributes_of(collate)
-    # A generator that is made at its first use is to be made anew.
-    names = {*own}
-    kept = numbers_in(own) | {name: value for name, value in own.items() if value is None}
+    before, numbers = dict(own), numbers_in(own)
     with generators_kept(dataset, collate):
         try:
             yield
         finally:
-            made = [n for n, value in own.items() if n not in names and isinstance(value, _KINDS)]
-            for name in made:
-                del own[name]
-            own.update(kept)
+            own.update(numbers)
+            # A generator that was made at its first use is to be made anew.
+            for name in [n for n, value in own.items() if isinstance(value, _KINDS)]:
+                if name not in before:
+                    del own[name]
+                elif before[name] is None:
+                    own[name] = None
 
 
 @contextmanager

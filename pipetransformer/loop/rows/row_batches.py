@@ -20,6 +20,7 @@ from pipetransformer.feed import (
     Batch,
     FrozenPrefix,
     SampleFeed,
+    find_changed,
     own_random_numbers,
     refuse_counted_padding,
 )
@@ -43,6 +44,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _MOST_CHANGES = 3
 """Of a model by hand; where more come, most epochs would make their rows in vain."""
+_NUM_READ_AGAIN = 16
+"""Samples that are kept, to be compared where an attribute of the data set was changed."""
 _IF_RANDOM = (
     "cache_views= keeps a few fixed views of each sample; or change in the loop, behind the data "
     "set, what is to vary"
@@ -105,7 +108,7 @@ class RowBatches:
         self._device = next(self._task.model.model.parameters()).device
         self._is_made_of_rows = known.form.is_whole and not known.is_read_whole
         self._weights = weights = known.weights
-        self.num_changes, self._num_edits, self.are_wrong = 0, 0, False
+        self.num_changes, self.are_wrong = 0, False
         self._above: ModelWatch | None = None
         watch = self._are_edited if weights is not None else None
         prefix = FrozenPrefix(self._task, known.run_blocks, watch)
@@ -123,6 +126,7 @@ class RowBatches:
             self.feed.keeper.look_for_randomness()
         if self._task.config.cache_views is None:  # Else each view is drawn under its own seed.
             warn_of_draws(self.feed, known.whole, is_read_here=known.is_read_here)
+        self._seen = self._read_some()
         known.data.settle()
         # Last, as it hooks into the model.
         self.forward = ShortForward(
@@ -186,24 +190,29 @@ class RowBatches:
 
     def _notice_edits(self) -> None:
         """Use no row, and no batch, of samples that were edited in memory since."""
-        if not (what := self._known.data.changed()):
+        if not (what := self._known.data.changed(samples_differ=self._samples_differ)):
             return
         self._place.edit_epoch = self._place.epoch
         self.feed.prefix.begin_edition()
-        if not self.feed.prefix.depth:
-            return
-        self._num_edits += 1
-        if self._num_edits <= _MOST_CHANGES:
+        if self.feed.prefix.depth:
             _LOGGER.warning(
                 "%s since the last epoch: what frozen blocks return is computed anew", what
             )
-        elif self.feed.keeper.may_cache:
-            self.feed.keeper.give_up()
-            _LOGGER.warning(
-                "no cache from now on: %s since the last epoch, and so it was %d times before",
-                what,
-                _MOST_CHANGES,
-            )
+
+    def _samples_differ(self) -> bool:
+        """Return whether some samples are read otherwise than they were."""
+        before, self._seen = self._seen, self._read_some()
+        pairs = zip(before, self._seen, strict=True)
+        return any(one.keys() != now.keys() or find_changed(now, one) for one, now in pairs)
+
+    def _read_some(self) -> list[Batch]:
+        data = self._known.whole
+        with (
+            collating_kept(data.dataset, data.collation.function),
+            own_random_numbers(self._device),
+        ):
+            samples = self._known.samples
+            return [samples.probe([index]) for index in samples.spread(_NUM_READ_AGAIN)]
 
     def _ids(self, indices: list[int]) -> Tensor:
         """Return samples' places; those that a sampler counts from the end, from the beginning."""
@@ -338,13 +347,14 @@ class RowBatches:
         if self.feed.prefix.depth and watch.changed():
             what = watch.change()
             watch.renew()
-            _LOGGER.warning(
-                "%s: what is frozen is computed anew, as it may depend on it. What a loop notes "
-                "for itself belongs elsewhere",
-                what,
-            )
-            self.feed.prefix.begin_edition()
             self.num_changes += 1
+            if not self.is_unsteady:
+                _LOGGER.warning(
+                    "%s: what is frozen is computed anew, as it may depend on it. What a loop "
+                    "notes for itself belongs elsewhere",
+                    what,
+                )
+            self.feed.prefix.begin_edition()
             self._look_again(f"{what} again" if self.is_unsteady else "")
 
     @property
@@ -361,16 +371,21 @@ class RowBatches:
         """Use no rows from now on where there is a reason, or a look finds one."""
         if self._weights is not None:  # Ranks look together, and may find a change apart.
             return
-        depth, data = self.feed.prefix.depth, self._known.whole
+        depth, data, forward = self.feed.prefix.depth, self._known.whole, self.forward
+        if not why and self._world.size > 1:  # All look, together, as the next epoch begins.
+            self.are_wrong, forward.is_awaited = True, False
+            return
         if not why:
+            is_awaited, forward.is_awaited = forward.is_awaited, False
             with (
                 collating_kept(data.dataset, data.collation.function),
                 own_random_numbers(self._device),
             ):
                 why = self.why_not(depth)
-            self.forward.set_depth(depth)
+            forward.set_depth(depth)
+            forward.is_awaited = is_awaited
         if why and not self.are_wrong:
-            self.are_wrong, self.forward.is_awaited = True, False
+            self.are_wrong, forward.is_awaited = True, False
             _LOGGER.warning("no cache from now on: %s", why)
 
     def _compare_rounded(self, ids: Tensor, epoch: int) -> None:

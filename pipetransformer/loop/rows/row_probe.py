@@ -95,7 +95,10 @@ class RowProbe:
             if not self._is_packed:
                 name = looking_hook(row.frozen(depth), lambda: self._run(entries, depth))
                 if name:
-                    raise _Finding(f"a hook on {name} looks at what would be rows, or not come")
+                    raise _Finding(
+                        f"a hook on {name} looks at what rows take the place of (remove it, or "
+                        "have it return the answer that it is given)"
+                    )
         is_joined = self.task.model.padding_mask == TOKENS
         if is_joined:  # In one row they see each other in either mode.
             self._look_at_mates(ids, entries, hidden, answers, depth)

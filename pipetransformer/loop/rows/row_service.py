@@ -349,7 +349,7 @@ class RowService:
         is_asked = self._settings.caches is not False
         is_to_come = depth == 0 and is_asked and self.may_ever_serve
         may_have = depth > 0 and is_asked and self.feed.keeper.may_cache and not self.sees_first
-        may_have &= not self._batches.is_unsteady
+        may_have &= all_agree(not self._batches.is_unsteady, self.world.group)
         self._batches.are_wrong = False
         if not (may_have and self._are_rows_right(depth) and self._pays()):
             depth = 0
