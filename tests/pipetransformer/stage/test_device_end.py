@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autopipe.engine.executor import StageRun
 from pipetransformer import Callback, NonFiniteError, Trainer, adamw, named_optimizer
 from pipetransformer.stage.device_end import DeviceEnd
+from tests.helpers.exploding import Exploding
 from tests.helpers.marks import slow
 from tests.helpers.stand_in_gpu import StandInGpu, put_on_gpu, stand_in_gpu
 
@@ -228,18 +229,9 @@ def test_a_run_that_such_a_number_has_ended_takes_no_further_step(
 def test_a_gradient_that_is_not_finite_is_found_where_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Breaking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Tensor) -> Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            return gradient * math.inf
-
     class Block(nn.Linear):
         def forward(self, value: Tensor) -> Tensor:
-            return Breaking.apply(super().forward(value)) if self.training else value
+            return Exploding.apply(super().forward(value)) if self.training else value
 
     with on("gpu", monkeypatch) as gpu:
         torch.manual_seed(0)

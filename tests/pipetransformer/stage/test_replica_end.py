@@ -28,6 +28,7 @@ from pipetransformer.processes import world as world_module
 from pipetransformer.stage import step_end
 from pipetransformer.stage.device_end import DeviceEnd
 from pipetransformer.stage.step_result import LateNumbers
+from tests.helpers.exploding import Exploding
 from tests.helpers.inspection import stage_of, task_of
 from tests.helpers.marks import slow
 from tests.helpers.models import tiny_data, tiny_model, tiny_trainer
@@ -191,18 +192,6 @@ def test_a_run_whose_steps_end_on_gpus_is_the_same_and_stops_a_step_later(
     for one, other in zip(ours, others, strict=True):
         assert sum(skipped for _, _, skipped, *_ in one["numbers"]) == 3
         assert str(one["numbers"][:11]) == str(other["numbers"])  # One loss is NaN.
-
-
-class Exploding(torch.autograd.Function):
-    """Make a gradient infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * math.inf
 
 
 def explode(trainer: Trainer, patching: pytest.MonkeyPatch) -> None:
