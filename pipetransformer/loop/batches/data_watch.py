@@ -40,37 +40,34 @@ class DataWatch:
         inputs: names of the entries that the model is given; positions, of tuples.
     """
 
-    def __init__(self, dataset: Any, inputs: Collection[str], collate: object = None) -> None:
+    def __init__(self, dataset: Any, inputs: Collection[str], collate: object) -> None:
         self._dataset, self._inputs, self._collate = dataset, inputs, collate
         self._ignored = set[_Setting]()
         self._stamp, self._settings = self._stamp_now(), self._settings_now()
 
     def settle(self) -> None:
         """Leave out what reading samples has changed by itself since the start."""
-        self._ignored |= self._changed_settings()
-        self._settings = self._settings_now()
+        self._ignored |= self._take_settings()
 
-    def changed(self, *, samples_differ: Callable[[], bool] = lambda: True) -> str:
+    def changed(self, samples_differ: Callable[[], bool]) -> str:
         """Say what was changed since the last call, or since the start; "" for nothing.
 
         Args:
             samples_differ: asked where an attribute alone was changed, which may mean nothing.
         """
         before, self._stamp = self._stamp, self._stamp_now()
-        settings = self._changed_settings()
+        settings = self._take_settings()
         if before != self._stamp:
-            self._settings = self._settings_now()
             return "samples were edited in memory"
-        if not settings:
-            return ""
-        self._settings = self._settings_now()
-        if not samples_differ():
+        if not settings or not samples_differ():
             return ""
         _, kind, name = next(iter(settings))
         return f"attribute {name!r} of {kind} was changed"
 
-    def _changed_settings(self) -> set[_Setting]:
-        before, now = self._settings, self._settings_now()
+    def _take_settings(self) -> set[_Setting]:
+        """Take attributes as they are now, and return those that were others."""
+        before, self._settings = self._settings, self._settings_now()
+        now = self._settings
         return {
             place
             for place in before.keys() | now.keys()

@@ -190,7 +190,7 @@ class RowBatches:
 
     def _notice_edits(self) -> None:
         """Use no row, and no batch, of samples that were edited in memory since."""
-        if not (what := self._known.data.changed(samples_differ=self._samples_differ)):
+        if not (what := self._known.data.changed(self._samples_differ)):
             return
         self._place.edit_epoch = self._place.epoch
         self.feed.prefix.begin_edition()
@@ -206,13 +206,19 @@ class RowBatches:
         return any(one.keys() != now.keys() or find_changed(now, one) for one, now in pairs)
 
     def _read_some(self) -> list[Batch]:
+        samples = self._known.samples
+        with self._data_left_alone():
+            return [samples.probe([index]) for index in samples.spread(_NUM_READ_AGAIN)]
+
+    @contextmanager
+    def _data_left_alone(self) -> Iterator[None]:
+        """Have looks at samples within the block move no random number and no count."""
         data = self._known.whole
         with (
             collating_kept(data.dataset, data.collation.function),
             own_random_numbers(self._device),
         ):
-            samples = self._known.samples
-            return [samples.probe([index]) for index in samples.spread(_NUM_READ_AGAIN)]
+            yield
 
     def _ids(self, indices: list[int]) -> Tensor:
         """Return samples' places; those that a sampler counts from the end, from the beginning."""
@@ -371,16 +377,13 @@ class RowBatches:
         """Use no rows from now on where there is a reason, or a look finds one."""
         if self._weights is not None:  # Ranks look together, and may find a change apart.
             return
-        depth, data, forward = self.feed.prefix.depth, self._known.whole, self.forward
+        depth, forward = self.feed.prefix.depth, self.forward
         if not why and self._world.size > 1:  # All look, together, as the next epoch begins.
             self.are_wrong, forward.is_awaited = True, False
             return
         if not why:
             is_awaited, forward.is_awaited = forward.is_awaited, False
-            with (
-                collating_kept(data.dataset, data.collation.function),
-                own_random_numbers(self._device),
-            ):
+            with self._data_left_alone():
                 why = self.why_not(depth)
             forward.set_depth(depth)
             forward.is_awaited = is_awaited
